@@ -1,0 +1,46 @@
+"""Configuration of the mesh: how many ranks along each axis. No torch import here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.utils.errors import check
+
+
+@dataclass
+class ParallelConfig:
+    """Sizes of the parallel axes; the product pp·dp·cp·tp is the number of ranks.
+
+    Attributes:
+        dp: data-parallel ranks; 0 takes what the other axes leave of the world.
+        tp, pp, cp, ep: tensor, pipeline, context and expert-parallel sizes.
+        vpp: virtual pipeline stages per rank (interleaved 1F1B).
+        timeout_s: time-out of every process group: a collective that waits longer ends the run.
+    """
+
+    dp: int = 0
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    timeout_s: int = 600
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "cp", "ep", "vpp"):
+            check(getattr(self, axis) >= 1, f"parallel.{axis}", getattr(self, axis), "must be at least 1")
+        check(self.dp >= 0, "parallel.dp", self.dp, "must be positive, or 0 to take what the other axes leave")
+        check(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "must be a positive number of seconds")
+
+    def resolve_dp(self, world_size: int) -> int:
+        """The data-parallel size for a world; refuses a world the other axes do not divide, naming sizes that would work."""
+        model_ranks = self.tp * self.pp * self.cp
+        check(world_size % model_ranks == 0, "world size", world_size,
+              f"tp·pp·cp = {model_ranks} does not divide it; start {model_ranks} ranks or a multiple, or shrink an axis")
+        dp = world_size // model_ranks
+        check(self.dp in (0, dp), "world size", world_size,
+              f"the layout dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} needs {self.dp * model_ranks} ranks; set parallel.dp={dp} or start {self.dp * model_ranks}")
+        fold = dp * self.cp * self.tp
+        check(fold % self.ep == 0, "parallel.ep", self.ep, f"must divide dp·cp·tp = {fold}; choose one of {[d for d in range(1, fold + 1) if fold % d == 0]}")
+        return dp
+
