@@ -1,0 +1,195 @@
+"""Per-head Muon with one owner per block: the update does not depend on the layout.
+
+A *unit* is a run of whole blocks of one parameter: head blocks of a projection, experts of a stack, or the whole
+matrix. Every unit has one owner among the ranks that share its gradient. The owner receives the summed fp32 gradient,
+holds momentum and the fp32 master, orthogonalises whole blocks, and sends the new weights back:
+
+    micro-batch   buffer += grad                          (fp32, hook on each parameter; grad is freed at once)
+    reduce        reduce_scatter(buffer)                  each owner gets its units
+    step          momentum, Newton–Schulz, master, weights → all_gather
+
+Rules (arXiv:2502.16982; per-head blocks as in the K3 report): M ← μM + G; U = NS(G + μM);
+W ← W − lr·(0.2·sqrt(max(rows, cols))·U + wd·W), with rows and cols of the block. Gradients are clipped before M.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megamoe.optim.newton_schulz import newton_schulz
+from megamoe.parallel.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Blocks `[start, stop)` of parameter `index`, stored at `offset` of its owner's part of the flat buffer."""
+
+    index: int
+    start: int
+    stop: int
+    owner: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a parameter falls into matrices: a view (count, rows, cols) whose leading dim is contiguous in memory."""
+
+    count: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def cost(self) -> int:
+        """Multiply-adds of one Newton–Schulz iteration on one block."""
+        small, large = sorted((self.rows, self.cols))
+        return 2 * small * small * large + small**3
+
+
+def plan_units(blocks: list[Blocks], num_owners: int) -> list[Unit]:
+    """Give every block to one owner, balanced by Newton–Schulz cost. A pure function: each rank computes the same plan.
+
+    Parameters with several blocks are cut so that no unit costs more than a quarter of an owner's fair share; units
+    then go, dearest first, to the owner with the least so far.
+    """
+    fair = max(1, sum(b.count * b.cost for b in blocks) // (4 * num_owners))
+    pieces = []
+    for index, b in enumerate(blocks):
+        per_unit = b.count if num_owners == 1 else min(b.count, max(1, fair // b.cost))
+        pieces += [(b.cost * (min(start + per_unit, b.count) - start), index, start, min(start + per_unit, b.count)) for start in range(0, b.count, per_unit)]
+    load, filled, units = [0] * num_owners, [0] * num_owners, []
+    for cost, index, start, stop in sorted(pieces, key=lambda p: (-p[0], p[1], p[2])):
+        owner = load.index(min(load))
+        units.append(Unit(index, start, stop, owner, filled[owner]))
+        load[owner] += cost
+        filled[owner] += (stop - start) * blocks[index].numel
+    return units
+
+
+class Muon:
+    """Muon over parameters whose gradients are summed over one axis.
+
+    Args:
+        params: the parameters; each carries `p.megamoe` (ParamInfo) with its block shape and weight-decay flag.
+        axis: ranks that hold the same parameters and different tokens (`dp_cp`, or `edp` for experts).
+        momentum, ns_steps: see `OptimConfig`.
+        weight_decay: applied where the parameter's record says so.
+        ns_dtype: dtype of the Newton–Schulz products; None keeps the master's.
+
+    Construction registers a hook on every parameter, so exactly one Muon may hold a parameter.
+    """
+
+    def __init__(self, params: list[nn.Parameter], axis: Axis, *, momentum: float, ns_steps: int, weight_decay: float, ns_dtype: torch.dtype | None = None):
+        self.params, self.axis = params, axis
+        self.momentum, self.ns_steps, self.weight_decay, self.ns_dtype = momentum, ns_steps, weight_decay, ns_dtype
+        self.blocks = [Blocks(*p.megamoe.muon_view(p)) for p in params]
+        self.units = plan_units(self.blocks, axis.size)
+        self.mine = [u for u in self.units if u.owner == axis.rank]
+        share = [sum((u.stop - u.start) * self.blocks[u.index].numel for u in self.units if u.owner == o) for o in range(axis.size)]
+        self.part_numel = max(share, default=0)
+        device = params[0].device if params else torch.device("cpu")
+        self.state_dtype = torch.float64 if params and params[0].dtype == torch.float64 else torch.float32
+        self.grad_flat = torch.zeros(axis.size * self.part_numel, dtype=self.state_dtype, device=device)
+        self.grad_part = self.grad_flat.narrow(0, axis.rank * self.part_numel, self.part_numel)
+        self.momentum_flat = torch.zeros(self.part_numel, dtype=self.state_dtype, device=device)
+        self.master_flat = torch.zeros(self.part_numel, dtype=self.state_dtype, device=device)
+        for u in self.mine:
+            self._view(self.master_flat, u).copy_(self._weight(u))
+        by_param = defaultdict(list)
+        for u in self.units:
+            by_param[u.index].append(u)
+        for index, p in enumerate(params):
+            p.register_post_accumulate_grad_hook(self._accumulate(by_param[index]))
+
+    def _view(self, flat: torch.Tensor, u: Unit) -> torch.Tensor:
+        b = self.blocks[u.index]
+        return flat.narrow(0, u.offset, (u.stop - u.start) * b.numel).view(u.stop - u.start, b.rows, b.cols)
+
+    def _weight(self, u: Unit) -> torch.Tensor:
+        b = self.blocks[u.index]
+        return self.params[u.index].data.view(b.count, b.rows, b.cols)[u.start : u.stop]
+
+    def _accumulate(self, units: list[Unit]):
+        def hook(p: nn.Parameter) -> None:
+            b = self.blocks[units[0].index]
+            grad = p.grad.view(b.count, b.rows, b.cols)
+            for u in units:
+                self._view(self.grad_flat.narrow(0, u.owner * self.part_numel, self.part_numel), u).add_(grad[u.start : u.stop])
+            p.grad = None
+
+        return hook
+
+    def reduce(self) -> None:
+        """Sum each unit's gradient at its owner. Collective over the axis."""
+        if self.axis.group is None or not self.part_numel:
+            return
+        out = torch.empty_like(self.grad_part)
+        dist.reduce_scatter_tensor(out, self.grad_flat, group=self.axis.group)
+        self.grad_part.copy_(out)
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of the summed gradients over all owners, a scalar of the state dtype. Collective."""
+        total = torch.zeros((), dtype=self.state_dtype, device=self.grad_flat.device)
+        for u in self.mine:
+            total += self._view(self.grad_part, u).square().sum()
+        if self.axis.group is not None:
+            dist.all_reduce(total, group=self.axis.group)
+        return total
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+        """Update owned units from `grad_scale`·gradient and give every rank the new weights. Collective."""
+        self.grad_part.mul_(grad_scale.to(self.state_dtype))
+        self.momentum_flat.mul_(self.momentum).add_(self.grad_part)
+        by_shape = defaultdict(list)
+        for u in self.mine:
+            b = self.blocks[u.index]
+            by_shape[(b.rows, b.cols)].append(u)
+        for (rows, cols), units in by_shape.items():
+            nesterov = [self._view(self.grad_part, u).add(self._view(self.momentum_flat, u), alpha=self.momentum) for u in units]
+            update = newton_schulz(torch.cat(nesterov), steps=self.ns_steps, dtype=self.ns_dtype)
+            scale = 0.2 * max(rows, cols) ** 0.5
+            for u, delta in zip(units, update.split([u.stop - u.start for u in units]), strict=True):
+                master = self._view(self.master_flat, u)
+                if self.params[u.index].megamoe.weight_decay:
+                    master.mul_(1 - lr * self.weight_decay)
+                master.add_(delta, alpha=-lr * scale)
+        self.publish()
+        self.discard()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Write the masters into the parameters of every rank, in the parameters' dtype. Collective."""
+        if not self.params:
+            return
+        dtype = self.params[0].dtype
+        part = self.master_flat.to(dtype)
+        whole = part
+        if self.axis.group is not None:
+            whole = torch.empty(self.axis.size * self.part_numel, dtype=dtype, device=part.device)
+            dist.all_gather_into_tensor(whole, part, group=self.axis.group)
+        for u in self.units:
+            self._weight(u).copy_(self._view(whole.narrow(0, u.owner * self.part_numel, self.part_numel), u))
+
+    def discard(self) -> None:
+        """Drop the gradients of this step."""
+        self.grad_flat.zero_()
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """This owner's momentum and masters, as live tensors."""
+        return {"momentum": self.momentum_flat, "master": self.master_flat}
+
+    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
+        """Inverse of `state_tensors` on the same layout. Collective: parameters are rewritten from the masters."""
+        self.momentum_flat.copy_(state["momentum"])
+        self.master_flat.copy_(state["master"])
+        self.publish()

@@ -1,0 +1,288 @@
+"""The AdamW side of a step behind one interface: DeepSpeed (ZeRO-1) and a plain twin that works in any dtype.
+
+Both are called the same way, once per micro-batch and once per step:
+
+    with engine.micro_batch():
+        loss.backward()                     # loss already divided by the step's global token count
+    engine.reduce()                         # sum over the ranks that hold distinct tokens
+    norm² = engine.squared_norm()
+    engine.step(lr, grad_scale)             # or engine.discard()
+
+Sums, not averages, leave `reduce`: DeepSpeed divides by its data-parallel size, and that factor is cancelled here and
+nowhere else. The engines never see Muon's parameters (`optim/muon.py`). Every private name of DeepSpeed 0.19.8 that
+the project touches is in this file; `tests/parallel/test_engine.py` compares the two engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megamoe.parallel.mesh import Mesh
+
+ParamGroups = list[dict]
+
+
+class PlainEngine:
+    """Own sum reduction and a torch optimizer; no sharding. The float64 oracle of `DeepSpeedEngine`.
+
+    Args:
+        groups: torch optimizer param groups; parameters may live anywhere in the model.
+        make_optimizer: builds the torch optimizer from the groups.
+        mesh: gradients are summed over `mesh.dp_cp`.
+    """
+
+    name = "plain"
+
+    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], mesh: Mesh):
+        self.optimizer = make_optimizer(groups)
+        self.params = [p for g in groups for p in g["params"]]
+        self.mesh = mesh
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        yield
+
+    def reduce(self) -> None:
+        """Sum every gradient over `dp_cp`, in one buffer per dtype. Collective, also for parameters without a gradient."""
+        for p in self.params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.mesh.dp_cp.group is None:
+            return
+        for dtype in sorted({p.dtype for p in self.params}, key=str):
+            grads = [p.grad for p in self.params if p.dtype == dtype]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat, group=self.mesh.dp_cp.group)
+            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of the reduced gradients, a scalar of the gradients' dtype."""
+        return torch.stack([p.grad.square().sum() for p in self.params]).sum()
+
+    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+        for p in self.params:
+            p.grad.mul_(grad_scale.to(p.grad.dtype))
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop the gradients of this step; parameters and state stay as they are."""
+        for p in self.params:
+            p.grad = None
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Optimizer state by a stable name, as live tensors."""
+        state = {}
+        for i, p in enumerate(self.params):
+            for key, value in sorted(self.optimizer.state[p].items()):
+                state[f"{i}.{key}"] = value
+        return state
+
+    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
+        for name, value in state.items():
+            index, key = name.split(".", 1)
+            p = self.params[int(index)]
+            like = value.to(p.device) if key != "step" else value
+            self.optimizer.state[p][key] = like.clone()
+
+
+class DeepSpeedEngine:
+    """One base `deepspeed.DeepSpeedEngine` in ZeRO stage 1, its module never called through it.
+
+    Calling the module directly and reducing once per step keeps the engine's hooks out of our schedules. fp32 masters
+    and Adam states are sharded over `mesh.dp_cp`; with bf16 parameters gradients accumulate in fp32.
+
+    Args:
+        groups, make_optimizer, mesh: as for `PlainEngine`. Every group must hold one dtype.
+        bf16: parameters of the groups are bf16 (some groups may stay fp32).
+        bucket_elements: size of a reduction bucket.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], mesh: Mesh, *, bf16: bool, bucket_elements: int):
+        import deepspeed
+
+        self.mesh = mesh
+        self._scale = torch.ones(())
+        optimizer = make_optimizer(groups)
+        optimizer.register_step_pre_hook(self._scale_gradients)
+        view = _ParameterView([p for g in groups for p in g["params"]])
+        self.engine, *_ = deepspeed.initialize(model=view, optimizer=optimizer, mpu=_Mpu(mesh), config=_config(bf16, bucket_elements))
+        self.engine.set_gradient_accumulation_boundary(False)
+        # BF16_Optimizer accumulates into fp32 buffers of its own; DeepSpeedZeroOptimizer uses param.grad.
+        self._accumulates_apart = hasattr(self.engine.optimizer, "update_hp_grads")
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Wrap exactly one backward: low-precision gradients are folded into the fp32 ones when it ends."""
+        if self._accumulates_apart:
+            self.engine.optimizer.clear_lp_grads(set_to_none=True)
+        yield
+        if self._accumulates_apart:
+            self.engine.optimizer.update_hp_grads()
+            self.engine.optimizer.clear_lp_grads(set_to_none=True)
+
+    def reduce(self) -> None:
+        """Average over `dp_cp` (DeepSpeed's way; the factor comes back in `squared_norm` and `step`). Collective."""
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.engine.allreduce_gradients()
+
+    def squared_norm(self) -> torch.Tensor:
+        """Sum of squares of the summed gradients, fp32 scalar. Collective."""
+        optimizer = self.engine.optimizer
+        if self._accumulates_apart:
+            from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+            norm = get_global_norm_of_tensors(optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu)
+        else:
+            norm = optimizer.scaled_global_norm()
+        return (torch.as_tensor(norm, dtype=torch.float32) * self.mesh.dp_cp.size).square()
+
+    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+        self._scale = grad_scale * self.mesh.dp_cp.size
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        self.engine.set_gradient_accumulation_boundary(False)
+
+    def discard(self) -> None:
+        """Drop the gradients of this step; parameters and state stay as they are."""
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if not self._accumulates_apart:
+            for index in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[index] = None
+        self.engine.set_gradient_accumulation_boundary(False)
+
+    def _scale_gradients(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(self._scale.to(p.grad.dtype))
+
+    def _partitions(self) -> list[torch.Tensor]:
+        optimizer = self.engine.optimizer
+        return optimizer.fp32_groups_flat_partition if self._accumulates_apart else optimizer.single_partition_of_fp32_groups
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's flat fp32 masters and optimizer state, as live tensors."""
+        state = {}
+        for i, flat in enumerate(self._partitions()):
+            state[f"{i}.master"] = flat.detach()
+            for key, value in sorted(self.engine.optimizer.optimizer.state[flat].items()):
+                state[f"{i}.{key}"] = value
+        return state
+
+    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
+        """Inverse of `state_tensors` on the same layout; parameters are rewritten from the masters. Collective."""
+        for i, flat in enumerate(self._partitions()):
+            flat.data.copy_(state[f"{i}.master"])
+            slot = self.engine.optimizer.optimizer.state[flat]
+            for name, value in state.items():
+                index, key = name.split(".", 1)
+                if int(index) == i and key != "master":
+                    slot[key] = value.clone() if key == "step" else value.to(flat.device).clone()
+        optimizer = self.engine.optimizer
+        if self._accumulates_apart:
+            optimizer.update_lp_params()
+            return
+        for i, (partitions, flat) in enumerate(zip(optimizer.parallel_partitioned_bit16_groups, self._partitions(), strict=True)):
+            rank = dist.get_rank(optimizer.real_dp_process_group[i])
+            partitions[rank].data.copy_(flat.data)
+            if len(partitions) > 1:
+                dist.all_gather(list(partitions), partitions[rank].clone(), group=optimizer.real_dp_process_group[i])
+
+
+class _ParameterView(nn.Module):
+    """All that DeepSpeed gets to see of the model: the parameters it optimises.
+
+    DeepSpeed casts everything `parameters()` yields to bf16; parameters that must stay fp32 are left out of that
+    call, and only of that call.
+    """
+
+    def __init__(self, params: list[nn.Parameter]):
+        super().__init__()
+        self.params = nn.ParameterList(params)
+
+    def parameters(self, recurse: bool = True):
+        kept = {id(p) for p in self.params if getattr(getattr(p, "megamoe", None), "keep_fp32", False)}
+        return (p for p in super().parameters(recurse) if id(p) not in kept)
+
+
+class _Mpu:
+    """What DeepSpeed asks about the layout: its data group is dp×cp, its model group one full copy of the model."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        # DeepSpeed wants a real group even of one rank.
+        self._single = None
+        if None in (mesh.dp_cp.group, mesh.model.group, mesh.tp.group, mesh.pp.group):
+            self._single = [dist.new_group([r]) for r in range(mesh.world.size)][mesh.world.rank]
+
+    def _group(self, axis):
+        return axis.group or self._single
+
+    def get_data_parallel_group(self):
+        return self._group(self._mesh.dp_cp)
+
+    def get_data_parallel_world_size(self):
+        return self._mesh.dp_cp.size
+
+    def get_data_parallel_rank(self):
+        return self._mesh.dp_cp.rank
+
+    def get_data_parallel_group_ranks(self):
+        return list(self._mesh.dp_cp.ranks)
+
+    def get_model_parallel_group(self):
+        return self._group(self._mesh.model)
+
+    def get_model_parallel_world_size(self):
+        return self._mesh.model.size
+
+    def get_model_parallel_rank(self):
+        return self._mesh.model.rank
+
+    def get_tensor_model_parallel_group(self):
+        return self._group(self._mesh.tp)
+
+    def get_tensor_model_parallel_world_size(self):
+        return self._mesh.tp.size
+
+    def get_tensor_model_parallel_rank(self):
+        return self._mesh.tp.rank
+
+    def get_pipeline_model_parallel_group(self):
+        return self._group(self._mesh.pp)
+
+    def get_pipeline_model_parallel_world_size(self):
+        return self._mesh.pp.size
+
+    def get_pipeline_model_parallel_rank(self):
+        return self._mesh.pp.rank
+
+
+def _config(bf16: bool, bucket_elements: int) -> dict:
+    """DeepSpeed's own configuration. Accumulation is ours (GAS 1), so are loss scale and clipping (both neutral)."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_elements, "allgather_bucket_size": bucket_elements},
+    }
+    if bf16:
+        config["bf16"] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
