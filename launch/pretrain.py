@@ -1,0 +1,163 @@
+"""Pre-train a model of the Kimi-K3 family.
+
+    deepspeed launch/pretrain.py                                   the default run, a few minutes on a laptop
+    deepspeed --num_gpus 8 launch/pretrain.py model=k3_0p4b        data-parallel over eight GPUs
+    torchrun --nproc-per-node 2 launch/pretrain.py optim.lr=2e-3   any launcher: torchrun, srun, mpirun
+    python launch/pretrain.py experiment=balancing_sign            one process
+    python launch/pretrain.py debug=smoke model=k3_0p4b            any run, made two steps long
+    python launch/pretrain.py --cfg job stage=cooldown_256k        print the configuration, run nothing
+
+What follows the flags are overrides `key=value` (a list is key=[a,b]) or `group=file`; later wins. A run can be
+started again with the same command: it resumes from run.dir. Ctrl-C finishes the step, saves and stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+# As a script this folder is on the path, where `schema` would shadow packages of that name: put the checkout there.
+_ROOT = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__" and sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = _ROOT
+
+from launch import environment  # noqa: E402
+from megamoe.utils.errors import UserError  # noqa: E402
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+# Ranks other than 0 stay this long after a user error: launchers end the whole run as soon as one rank is gone, and
+# rank 0 must have had the time to say why.
+GRACE_S = 2.0
+
+
+def main(argv: list[str], environ=os.environ) -> int:
+    """Run, and return the exit code. No torch import before the configuration has been checked."""
+    rank = 0
+    try:
+        launch = environment.read_launch(environ)
+        rank = launch.rank
+        flags, overrides = parse(argv)
+        if flags.help:
+            if rank == 0:
+                print(help_text())
+            return 0
+        from launch import schema
+
+        config = schema.compose(overrides)
+        if flags.cfg:
+            if rank == 0:
+                print(config_text(overrides, config, resolve=flags.resolve), end="")
+            return 0
+        config.validate(launch.world_size)
+        environment.export(launch, environ)
+        environment.choose_accelerator(config.train.device.name, environ)
+    except UserError as error:
+        return complain(error, rank)
+
+    try:
+        from megamoe.train.run import pretrain
+
+        return pretrain(config, schema.to_dict(config))
+    except UserError as error:
+        return complain(error, rank, only_here=True)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command line into our flags and Hydra overrides, in any order.
+
+    Raises:
+        UserError: an unknown flag, a flag without its value, or --multirun.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=("job",))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    # The deepspeed launcher appends --local_rank=N; LOCAL_RANK is in the environment as well and is what is read.
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    flags, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        raise UserError(f"{unknown[0]}: unknown flag; flags are --help, --cfg job, --resolve, and settings are key=value")
+    if flags.multirun:
+        raise UserError("--multirun: runs share one process group, which a second job cannot set up again; start one command per run")
+    return flags, rest
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(f"command line: {message}; see --help")
+
+
+def help_text() -> str:
+    """The page of --help: the examples above, every group with its files, and the flags. Reads folders, imports little."""
+    from launch.schema import CONF_DIR, default_choices, groups
+
+    defaults = default_choices()
+    lines = [(__doc__ or "").strip(), "", "groups (the default has a *):"]
+    width = max(map(len, groups()))
+    for name, options in groups().items():
+        marked = [f"{option}*" if option == defaults[name] else option for option in options]
+        lines += _wrap(f"  {name:<{width}} = ", marked)
+    lines += [
+        "",
+        "flags:",
+        "  --help            this page",
+        "  --cfg job         print the composed and checked configuration, run nothing; --resolve fills in ${...}",
+        "",
+        f"Every key with its meaning and default: docs/config.md. Files of the groups: {os.path.relpath(CONF_DIR)}/.",
+        "Keys of W&B and other secrets come from the environment only (WANDB_API_KEY).",
+    ]
+    return "\n".join(lines)
+
+
+def _wrap(head: str, words: list[str], width: int = 110) -> list[str]:
+    lines = [head]
+    for word in words:
+        if len(lines[-1]) + len(word) > width:
+            lines.append(" " * len(head))
+        lines[-1] += word + "  "
+    return [line.rstrip() for line in lines]
+
+
+def config_text(overrides: list[str], config, *, resolve: bool) -> str:
+    """The configuration as YAML, secrets redacted; interpolations stay as written unless `resolve`."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    from launch import schema
+    from megamoe.utils.plain import to_plain
+    from megamoe.utils.redact import redact
+
+    tree = schema.to_dict(config) if resolve else to_plain(OmegaConf.to_container(schema.compose_tree(overrides), resolve=False))
+    return yaml.safe_dump(redact(tree), sort_keys=False, allow_unicode=True)
+
+
+def complain(error: UserError, rank: int, *, only_here: bool = False) -> int:
+    """Say what the user can mend in one line, on rank 0, and return the exit code for every rank.
+
+    Every rank finds a mistake in the configuration by itself, before any process group exists, and one line is enough.
+    A trouble `only_here` may have struck this rank alone (its disk, its GPU): then it says so itself, after the wait,
+    unless the launcher has ended the run because rank 0 said the same.
+    """
+    if rank == 0:
+        print(f"megamoe: {error}", file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    # The launcher's SIGTERM may come during the wait: the exit code stays that of a user error.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USER_ERROR))
+    time.sleep(GRACE_S)
+    if only_here:
+        print(f"megamoe: rank {rank}: {error}", file=sys.stderr, flush=True)
+    return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
