@@ -12,7 +12,6 @@ Source: Kimi Linear (arXiv:2510.26692) for the chunked form; code ours. Anchors:
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megamoe.ops.kda_chunk import CHUNK, L2_EPS, TILE, validate
 
@@ -95,8 +94,37 @@ def activate(q_THK, k_THK, v_THV, g_THK, beta_TH, A_log_H, dt_bias_HK, gate, low
     if dt_bias_HK is not None:
         z = z + dt_bias_HK.to(dtype)
     rate_H1 = A_log_H.to(dtype).exp()[:, None]
-    g = lower_bound * torch.sigmoid(rate_H1 * z) if gate == "bounded" else -rate_H1 * F.softplus(z)
-    return q, k, v, g, torch.sigmoid(beta)
+    g = lower_bound * _Sigmoid.apply(rate_H1 * z) if gate == "bounded" else -rate_H1 * _Softplus.apply(z)
+    return q, k, v, g, _Sigmoid.apply(beta)
+
+
+class _Sigmoid(torch.autograd.Function):
+    """Sigmoid out of `exp`. torch's own rounds the last few elements of a tensor differently from the others (its
+    vector loop and its tail are two formulas), which would make a document's bits depend on what it is packed with."""
+
+    @staticmethod
+    def forward(ctx, x):
+        e = x.abs().neg().exp()
+        ctx.save_for_backward(e)
+        return torch.where(x < 0, e, 1.0) / (1.0 + e)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (e,) = ctx.saved_tensors
+        return grad * e / (1.0 + e).square()
+
+
+class _Softplus(torch.autograd.Function):
+    """log(1 + e^x) out of `exp` and `log1p`, for the reason given at `_Sigmoid`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp_min(0.0) + x.abs().neg().exp().log1p()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * _Sigmoid.apply(ctx.saved_tensors[0])
 
 
 def _decayed_scores(q, k, G, *, bounded):
