@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megamoe.utils.errors import UserError
+
 SOURCES = ("stdlib", "text", "indexed")
 PACKINGS = ("best_fit", "concat")
 DEFAULT_CACHE_DIR = "~/.cache/megamoe"
@@ -61,34 +63,34 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:
-            raise ValueError(f"data.source={self.source!r} is unknown; choose one of: {', '.join(SOURCES)}")
+            raise UserError(f"data.source={self.source!r} is unknown; choose one of: {', '.join(SOURCES)}")
         if self.packing not in PACKINGS:
-            raise ValueError(f"data.packing={self.packing!r} is unknown; choose one of: {', '.join(PACKINGS)}")
+            raise UserError(f"data.packing={self.packing!r} is unknown; choose one of: {', '.join(PACKINGS)}")
         if self.source == "stdlib" and (self.paths or self.heldout_paths):
             key = "paths" if self.paths else "heldout_paths"
-            raise ValueError(f"data.{key}={getattr(self, key)} needs data.source=text or data.source=indexed, not stdlib")
+            raise UserError(f"data.{key}={getattr(self, key)} needs data.source=text or data.source=indexed, not stdlib")
         if self.source != "stdlib" and not self.paths:
-            raise ValueError(f"data.source={self.source} needs at least one entry in data.paths, for instance data.paths=[/data/corpus]")
+            raise UserError(f"data.source={self.source} needs at least one entry in data.paths, for instance data.paths=[/data/corpus]")
         if self.weights and len(self.weights) != len(self.paths):
-            raise ValueError(
+            raise UserError(
                 f"data.weights={self.weights} has {len(self.weights)} entries for {len(self.paths)} data.paths; "
                 "give one weight per path, or none for weights in proportion to size"
             )
         # `not x > 0` also catches NaN, which compares false with everything.
         if any(not weight > 0 or weight == float("inf") for weight in self.weights):
-            raise ValueError(f"data.weights={self.weights}: every weight must be a finite number above 0; drop a path to leave it out")
+            raise UserError(f"data.weights={self.weights}: every weight must be a finite number above 0; drop a path to leave it out")
         if not 0 <= self.holdout_fraction < 1:
-            raise ValueError(f"data.holdout_fraction={self.holdout_fraction} must be at least 0 and below 1, for instance 0.05")
+            raise UserError(f"data.holdout_fraction={self.holdout_fraction} must be at least 0 and below 1, for instance 0.05")
         if self.packing_window_documents < 1:
-            raise ValueError(f"data.packing_window_documents={self.packing_window_documents} must be at least 1, for instance 65536")
+            raise UserError(f"data.packing_window_documents={self.packing_window_documents} must be at least 1, for instance 65536")
         if self.vocab_size != 0 and self.vocab_size < 257:
-            raise ValueError(f"data.vocab_size={self.vocab_size} must be 0 (the model's) or at least 257 (256 bytes and end of document)")
+            raise UserError(f"data.vocab_size={self.vocab_size} must be 0 (the model's) or at least 257 (256 bytes and end of document)")
         if self.num_workers < 0:
-            raise ValueError(f"data.num_workers={self.num_workers} must be 0 (one per CPU core) or more")
+            raise UserError(f"data.num_workers={self.num_workers} must be 0 (one per CPU core) or more")
         if self.prefetch_steps < 1:
-            raise ValueError(f"data.prefetch_steps={self.prefetch_steps} must be at least 1")
+            raise UserError(f"data.prefetch_steps={self.prefetch_steps} must be at least 1")
         if self.seed < -1:
-            raise ValueError(f"data.seed={self.seed} must be 0 or more, or -1 for the run's seed")
+            raise UserError(f"data.seed={self.seed} must be 0 or more, or -1 for the run's seed")
 
     def cache_path(self) -> Path:
         """The cache folder with `~` and MEGAMOE_CACHE applied. Not created here."""

@@ -1,0 +1,147 @@
+"""Where text comes from, and how it becomes a token file with the facts the split needs.
+
+Beside PREFIX.bin and PREFIX.idx, which any Megatron reader takes, we keep
+    PREFIX.documents.npz   hash (uint64, of the document's UTF-8 text) and bytes (int64), one entry per document
+    PREFIX.megamoe.json    tokenizer fingerprint and counts
+so that the held-out split follows the text, not the tokenizer: runs with different vocabularies hold out the same documents.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megamoe.data.indexed import IndexedWriter, token_dtype
+from megamoe.data.tokenizer import Tokenizer
+from megamoe.utils.errors import UserError
+
+log = logging.getLogger(__name__)
+
+# Enough text per call that the tokenizer's threads stay busy, little enough that ids of one batch stay small in memory.
+_ENCODE_BATCH_BYTES = 4 << 20
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
+
+
+def stdlib_files(root: Path | None = None) -> list[Path]:
+    """Every .py file of the running interpreter's standard library, tests included, sorted by relative path."""
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
+        found.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def stdlib_documents() -> list[str]:
+    """The standard library as texts, one per file, exactly as on disk.
+
+    Some test files are deliberately not UTF-8: those are left out and counted in a warning. Reading all takes about
+    0.1 s and 31 MB, so the list is simply kept in memory while it is encoded.
+    """
+    texts, skipped = [], 0
+    for path in stdlib_files():
+        try:
+            texts.append(path.read_bytes().decode("utf-8"))
+        except UnicodeDecodeError:
+            skipped += 1
+    if skipped:
+        log.warning("left out %d of %d standard library files that are not UTF-8", skipped, skipped + len(texts))
+    if not any(texts):
+        raise UserError(f"data.source=stdlib: no library sources under {sysconfig.get_path('stdlib')} (empty corpus); use data.source=text with data.paths")
+    return texts
+
+
+def text_hash(text: str | bytes) -> int:
+    """64-bit hash of a document's text, uniform over [0, 2^64)."""
+    return xxhash.xxh3_64_intdigest(text.encode() if isinstance(text, str) else text)
+
+
+def heldout_mask(hash_n: np.ndarray, fraction: float) -> np.ndarray:
+    """(n,) bool: documents whose hash lies in the lowest `fraction` of its range. Equal texts fall on the same side."""
+    return hash_n < np.uint64(int(fraction * 2**64))
+
+
+def tokenizer_sample(texts: Iterable[str], total_bytes: int, target_bytes: int, holdout_fraction: float) -> Iterator[str]:
+    """Documents to train a tokenizer on: about `target_bytes`, from the top of the hash range, so never held-out ones."""
+    lowest = max(holdout_fraction, 1 - target_bytes / max(total_bytes, 1))
+    return (text for text in texts if text_hash(text) >= int(lowest * 2**64))
+
+
+def write_documents(
+    texts: Iterable[str], tokenizer: Tokenizer, prefix: Path, *, on_bytes: Callable[[int], None] = lambda _: None
+) -> dict[str, int]:
+    """Encode texts to PREFIX.bin/.idx and its side files, in order, each followed by the end-of-document token.
+
+    Args:
+        texts: documents; those of no text are left out, since there is nothing in them to predict.
+        tokenizer: gives ids and the dtype of the file.
+        prefix: output path without suffix.
+        on_bytes: called with the bytes of text just encoded.
+
+    Returns:
+        {"documents": …, "tokens": … (with end of document), "bytes": …}
+
+    Raises:
+        UserError: no document with text (nothing is written then).
+    """
+    hashes, sizes, num_tokens = [], [], 0
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        for batch in _batches(text for text in texts if text):
+            for text, ids in zip(batch, tokenizer.encode_batch(batch)):
+                raw = text.encode()
+                hashes.append(text_hash(raw))
+                sizes.append(len(raw))
+                num_tokens += len(ids) + 1
+                writer.add_document(np.append(ids, np.int32(tokenizer.eod_id)))
+            on_bytes(sum(sizes[-len(batch) :]))
+        if not sizes:
+            raise UserError("empty corpus: no document with text was found")
+        counts = {"documents": len(sizes), "tokens": num_tokens, "bytes": sum(sizes)}
+        write_side_files(prefix, np.array(hashes, np.uint64), np.array(sizes, np.int64), tokenizer, counts)
+        writer.finish()
+    return counts
+
+
+def write_side_files(prefix: Path, hash_n: np.ndarray, bytes_n: np.ndarray, tokenizer: Tokenizer, facts: dict) -> None:
+    """Write PREFIX.documents.npz and PREFIX.megamoe.json, each at once or not at all."""
+    facts = {"tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id, **facts}
+    with replacing(Path(f"{prefix}.documents.npz")) as scratch, open(scratch, "wb") as f:
+        np.savez(f, hash=hash_n, bytes=bytes_n)
+    with replacing(Path(f"{prefix}.megamoe.json")) as scratch:
+        scratch.write_text(json.dumps(facts, indent=1, sort_keys=True))
+
+
+class replacing:
+    """`with replacing(path) as scratch:` gives a scratch path that takes the name `path` if the block succeeds."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.scratch = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+
+    def __enter__(self) -> Path:
+        return self.scratch
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            os.replace(self.scratch, self.path)
+        else:
+            self.scratch.unlink(missing_ok=True)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _ENCODE_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
