@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +75,7 @@ def tokenizer_sample(texts: Iterable[str], total_bytes: int, target_bytes: int, 
 
 
 def write_documents(
-    texts: Iterable[str], tokenizer: Tokenizer, prefix: Path, *, on_bytes: Callable[[int], None] = lambda _: None
+    texts: Iterable[str], tokenizer: Tokenizer, prefix: Path, *, allow_empty: bool = False
 ) -> dict[str, int]:
     """Encode texts to PREFIX.bin/.idx and its side files, in order, each followed by the end-of-document token.
 
@@ -83,7 +83,7 @@ def write_documents(
         texts: documents; those of no text are left out, since there is nothing in them to predict.
         tokenizer: gives ids and the dtype of the file.
         prefix: output path without suffix.
-        on_bytes: called with the bytes of text just encoded.
+        allow_empty: write a pair of no documents instead of raising.
 
     Returns:
         {"documents": …, "tokens": … (with end of document), "bytes": …}
@@ -100,8 +100,7 @@ def write_documents(
                 sizes.append(len(raw))
                 num_tokens += len(ids) + 1
                 writer.add_document(np.append(ids, np.int32(tokenizer.eod_id)))
-            on_bytes(sum(sizes[-len(batch) :]))
-        if not sizes:
+        if not sizes and not allow_empty:
             raise UserError("empty corpus: no document with text was found")
         counts = {"documents": len(sizes), "tokens": num_tokens, "bytes": sum(sizes)}
         write_side_files(prefix, np.array(hashes, np.uint64), np.array(sizes, np.int64), tokenizer, counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -14,6 +14,8 @@ import xxhash
 from megamoe.data.cache import cached_folder
 from megamoe.data.config import DataConfig
 from megamoe.data.corpus import stdlib_documents, text_hash, tokenizer_sample, write_documents
+from megamoe.data.inputs import find_inputs, plan_jobs
+from megamoe.data.prepare import JOB_BYTES, prepare, recipe_of, sample_texts
 from megamoe.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from megamoe.utils.errors import UserError
 
@@ -43,12 +45,11 @@ def token_files(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[Na
     vocab_size = config.vocab_size or vocab_size
     if config.source == "stdlib":
         return _stdlib(config, vocab_size)
-    raise NotImplementedError
+    return _text(config, vocab_size)
 
 
-def auto_tokenizer(texts: Sequence[str] | Iterable[str], total_bytes: int, vocab_size: int, holdout_fraction: float, cache_root: Path) -> Tokenizer:
-    """Train a tokenizer on a sample of texts, once: cached by the sample's content, the size and the library's version."""
-    sample = list(tokenizer_sample(texts, total_bytes, TOKENIZER_SAMPLE_BYTES, holdout_fraction))
+def auto_tokenizer(sample: Sequence[str], vocab_size: int, cache_root: Path) -> Tokenizer:
+    """Train a tokenizer on texts, once: cached by their content, the size and the library's version."""
     if not sample:
         raise UserError("empty corpus: no text to train a tokenizer on; check data.paths, or name one with data.tokenizer")
     if vocab_size < 257:
@@ -71,7 +72,9 @@ def _stdlib(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedP
     texts = stdlib_documents()
     cache_root = config.cache_path()
     if config.tokenizer == "auto":
-        tokenizer = auto_tokenizer(texts, sum(len(text) for text in texts), vocab_size, config.holdout_fraction, cache_root)
+        total_bytes = sum(len(text) for text in texts)
+        sample = tokenizer_sample(texts, total_bytes, TOKENIZER_SAMPLE_BYTES, config.holdout_fraction)
+        tokenizer = auto_tokenizer(list(sample), vocab_size, cache_root)
     else:
         tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens, eod_token=config.eod_token)
     corpus = xxhash.xxh3_128()
@@ -86,6 +89,31 @@ def _stdlib(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedP
 
     key = {"source": "stdlib", "corpus": corpus.hexdigest(), "tokenizer": tokenizer.fingerprint, "format": 1}
     return tokenizer, [("python standard library", cached_folder(cache_root, "corpora", key, build) / "corpus")], []
+
+
+def _text(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedPrefix], list[NamedPrefix]]:
+    cache_root = config.cache_path()
+    jobs_of = {path: plan_jobs(find_inputs([path]), JOB_BYTES) for path in [*config.paths, *config.heldout_paths]}
+    if config.tokenizer == "auto":
+        train_jobs = [job for path in config.paths for job in jobs_of[path]]
+        tokenizer = auto_tokenizer(sample_texts(train_jobs, config.text_key, TOKENIZER_SAMPLE_BYTES), vocab_size, cache_root)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens, eod_token=config.eod_token)
+
+    def encoded(path: str) -> NamedPrefix:
+        jobs = jobs_of[path]
+        recipe = recipe_of(jobs, tokenizer, config.text_key)
+
+        def build(folder: Path) -> None:
+            log.info("encoding %s (once, cached)", path)
+            # Parts lie outside the scratch folder, which a killed build loses.
+            parts = cache_root / "parts" / recipe
+            counts = prepare(jobs, folder / "corpus", tokenizer, text_key=config.text_key, workers=config.num_workers, parts=parts)
+            log.info("%s tokens encoded in %.1f s", f"{counts['tokens']:,}", counts["seconds"])
+
+        return path, cached_folder(cache_root, "corpora", {"source": "text", "recipe": recipe, "format": 1}, build) / "corpus"
+
+    return tokenizer, [encoded(path) for path in config.paths], [encoded(path) for path in config.heldout_paths]
 
 
 def _tokenizer_of_indexed(config: DataConfig) -> Tokenizer:

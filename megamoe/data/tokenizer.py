@@ -47,12 +47,13 @@ class Tokenizer:
 
     Attributes:
         vocab_size: V, one more than the largest id.
-        eod_id: id of the end-of-document token.
+        eod_token, eod_id: the end-of-document token.
         fingerprint: hash of vocabulary, merges and special tokens. Equal fingerprints give equal ids.
         path: the file it was loaded from.
     """
 
     vocab_size: int
+    eod_token: str
     eod_id: int
     fingerprint: str
     path: Path
@@ -91,7 +92,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special}
-        self.eod_id = vocab[_find_eod(special, eod_token, path)]
+        self.eod_token = _find_eod(special, eod_token, path)
+        self.eod_id = vocab[self.eod_token]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(self._tokenizer.to_str()), sort_keys=True).encode() + bytes(str(self.eod_id), "ascii"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -133,10 +135,11 @@ class _TiktokenTokenizer(Tokenizer):
         taken = [name for name, index in special.items() if index < len(self._ranks)]
         if taken:
             raise UserError(f"data.special_tokens.{taken[0]}={special[taken[0]]} is the id of an ordinary token of {path}; ids from {len(self._ranks)} on are free")
-        self._special = special
+        self.special_tokens = special
         self._encoding = tiktoken.Encoding(path.stem, pat_str=_KIMI_SPLIT, mergeable_ranks=self._ranks, special_tokens=special)
         self.vocab_size = max(len(self._ranks), max(special.values()) + 1)
-        self.eod_id = special[_find_eod(set(special), eod_token, path)]
+        self.eod_token = _find_eod(set(special), eod_token, path)
+        self.eod_id = special[self.eod_token]
         h = xxhash.xxh3_128(path.read_bytes())
         h.update(json.dumps([_KIMI_SPLIT, sorted(special.items()), self.eod_id]).encode())
         self.fingerprint = h.hexdigest()
@@ -146,7 +149,7 @@ class _TiktokenTokenizer(Tokenizer):
         return [np.array(ids, np.int32) for ids in self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        special = set(self._special.values())
+        special = set(self.special_tokens.values())
         return self._encoding.decode([int(i) for i in ids if int(i) not in special])
 
     def bytes_per_token_V(self) -> np.ndarray:
@@ -158,7 +161,7 @@ class _TiktokenTokenizer(Tokenizer):
     def save(self, path_stem: Path) -> Path:
         target = Path(f"{path_stem}.tokenizer.tiktoken")
         # Names of special tokens are not in a rank file; Hugging Face's convention keeps them in a file beside it.
-        decoder = {str(index): {"content": name, "special": True} for name, index in self._special.items()}
+        decoder = {str(index): {"content": name, "special": True} for name, index in self.special_tokens.items()}
         Path(f"{path_stem}.tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}, indent=1))
         return _copy_whole(self.path, target)
 
