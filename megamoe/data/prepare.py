@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,9 @@ _NOT_FOR_TOKENIZER = 0.1
 
 
 def recipe_of(jobs: Sequence[Job], tokenizer: Tokenizer, text_key: str) -> str:
-    """Hash of everything the result depends on."""
-    return xxhash.xxh3_128_hexdigest(json.dumps([_shard_name(job, tokenizer.fingerprint, text_key) for job in jobs]).encode())
+    """Hash of everything the result depends on: files in order, tokenizer, text key. How jobs are cut is not part of it."""
+    files = list(dict.fromkeys((piece.path, piece.size, piece.mtime_ns) for job in jobs for piece in job))
+    return xxhash.xxh3_128_hexdigest(json.dumps([files, tokenizer.fingerprint, text_key, 1]).encode())
 
 
 def prepare(
@@ -80,10 +82,10 @@ def prepare(
     recipe = recipe_of(jobs, tokenizer, text_key)
     done = _finished(output, recipe)
     if done:
-        on_bytes(sum(_input_bytes(job) for job in jobs))
+        on_bytes(sum(input_bytes(job) for job in jobs))
         return {**done, "reused_jobs": len(jobs), "jobs": len(jobs), "seconds": time.monotonic() - began}
     if not overwrite and any(Path(f"{output}{suffix}").exists() for suffix in (".bin", ".idx")):
-        raise UserError(f"{output}.bin or .idx exists and was made from something else; choose another output, or allow overwriting it")
+        raise UserError(f"{output}.bin or .idx exists and was made from something else; choose another output, or pass --overwrite")
     parts = parts or Path(f"{output}.parts")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +147,7 @@ def _shard_name(job: Job, fingerprint: str, text_key: str) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([[astuple(piece) for piece in job], fingerprint, text_key, 1]).encode())
 
 
-def _input_bytes(job: Job) -> int:
+def input_bytes(job: Job) -> int:
     """Input bytes of a job; a Parquet row group counts as nothing here, its file is counted by its first one."""
     return sum(
         (piece.size if piece.begin == 0 else 0) if piece.path.endswith(".parquet") else piece.end - piece.begin for piece in job
@@ -160,14 +162,14 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
         shard = parts / _shard_name(job, tokenizer.fingerprint, text_key)
         if Path(f"{shard}.idx").is_file():
             reused += 1
-            on_bytes(_input_bytes(job))
+            on_bytes(input_bytes(job))
         else:
             todo[shard] = job
     workers = min(workers or os.cpu_count() or 1, len(todo))
     if workers <= 1:
         for shard, job in todo.items():
             _encode_job(job, shard, tokenizer, text_key)
-            on_bytes(_input_bytes(job))
+            on_bytes(input_bytes(job))
         return reused
     stem = tokenizer.save(parts / "workers")
     special = getattr(tokenizer, "special_tokens", {})
@@ -179,7 +181,7 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
         try:
             for future in concurrent.futures.as_completed(running):
                 future.result()
-                on_bytes(_input_bytes(running[future]))
+                on_bytes(input_bytes(running[future]))
         except concurrent.futures.process.BrokenProcessPool as error:
             raise UserError("a worker process died, perhaps for lack of memory; run again to continue, with fewer workers") from error
         except BaseException:
@@ -194,6 +196,8 @@ _worker_tokenizer: Tokenizer | None = None
 def _start_worker(tokenizer_path: Path, special_tokens: dict[str, int], eod_token: str, parent: int) -> None:
     global _worker_tokenizer
     os.environ["RAYON_NUM_THREADS"] = "1"
+    # Ctrl-C reaches the whole process group; the parent decides, and a worker finishes its shard.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_tokenizer = load_tokenizer(tokenizer_path, special_tokens=special_tokens, eod_token=eod_token)
 
     def leave_with_parent() -> None:
