@@ -1,0 +1,124 @@
+"""Gated multi-head latent attention.
+
+    q        = q_b( RMS(q_a x) )              per head: qk_nope_head_dim | qk_rope_head_dim      (or q_proj x)
+    [c | e]  = kv_a x                         latent | one key part that all heads share
+    [kn | v] = kv_b( RMS(c) )                 per head, keys first
+    k        = [kn ; e]
+    o        = softmax(q k^T scale, causal within the document) v           softmax and o in fp32
+    y        = Wo [ sigmoid(Wg x) * o ]
+
+With `rope: none` the "rope" dims are ordinary content and nothing knows positions. The other kinds rotate interleaved
+pairs (2i, 2i+1) of the last qk_rope_head_dim dims of q and of e by the token's position in its document.
+
+Source: arXiv:2405.04434 (MLA), arXiv:2607.24653 sec. 2.1.2 (gate, NoPE), arXiv:2309.00071 (YaRN); code ours.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from megamoe.layers.basic import Linear, RMSNorm
+from megamoe.layers.stream import Stream
+from megamoe.layers.config import MLAConfig, RopeKind
+from megamoe.ops.mla_attention import backend_for
+
+# YaRN: wavelengths that turn more than FAST times within the original context are left alone, those that turn less than
+# SLOW times are interpolated, those between are blended. The paper's values.
+YARN_FAST_TURNS = 32.0
+YARN_SLOW_TURNS = 1.0
+
+
+class MLA(nn.Module):
+    """One MLA layer."""
+
+    def __init__(self, d_model: int, config: MLAConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        if c.q_lora_rank is None:
+            self.q_proj = Linear(d_model, c.num_heads * c.qk_head_dim)
+        else:
+            self.q_a_proj = Linear(d_model, c.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.norm_eps)
+            self.q_b_proj = Linear(c.q_lora_rank, c.num_heads * c.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(d_model, c.kv_lora_rank + c.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.norm_eps)
+        self.kv_b_proj = Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim))
+        if c.output_gate:
+            self.g_proj = Linear(d_model, c.num_heads * c.v_head_dim)
+        self.o_proj = Linear(c.num_heads * c.v_head_dim, d_model)
+
+    def forward(self, x_TD: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """x_TD: (T, D) normalised layer input. Returns (T, D) in x's dtype."""
+        q_THQ, k_THQ, v_THV = self.project(x_TD, stream.positions_T)
+        core = backend_for(x_TD.device.type, x_TD.dtype, q_THQ.shape[-1], v_THV.shape[-1], self.config.backend)
+        o_THV = core(q_THQ, k_THQ, v_THV, cu_seqlens=stream.cu_seqlens, scale=softmax_scale(self.config), max_seqlen=stream.max_seqlen)
+        o_TC = o_THV.flatten(-2)
+        if self.config.output_gate:
+            o_TC = torch.sigmoid(self.g_proj(x_TD).to(o_TC.dtype)) * o_TC
+        return self.o_proj(o_TC.to(x_TD.dtype))
+
+    def project(self, x_TD: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (T, H, Q), keys (T, H, Q) and values (T, H, V) of the attention core."""
+        c = self.config
+        q = self.q_proj(x_TD) if c.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        q_THQ = q.unflatten(-1, (c.num_heads, c.qk_head_dim))
+        latent_TL, shared_TR = self.kv_a_proj_with_mqa(x_TD).split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        kv = self.kv_b_proj(self.kv_a_layernorm(latent_TL)).unflatten(-1, (c.num_heads, -1))
+        k_nope, v_THV = kv.split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        shared_T1R = shared_TR.unsqueeze(1)
+        if c.rope is not RopeKind.none:
+            cos, sin = rotation(c, positions_T)
+            q_nope, q_rope = q_THQ.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
+            q_THQ = torch.cat([q_nope, rotate(q_rope, cos, sin)], -1)
+            shared_T1R = rotate(shared_T1R, cos, sin)
+        k_THQ = torch.cat([k_nope, shared_T1R.expand(-1, c.num_heads, -1)], -1)
+        return q_THQ, k_THQ, v_THV
+
+
+def softmax_scale(config: MLAConfig) -> float:
+    """qk_head_dim**-0.5; under YaRN times the square of 0.1 ln(factor) + 1.
+
+    YaRN puts its temperature into the rotated vectors; here only part of the head is rotated, so it goes into the scale.
+    """
+    scale = config.qk_head_dim**-0.5
+    if config.rope is RopeKind.yarn:
+        scale *= (0.1 * math.log(config.rope_factor) + 1.0) ** 2
+    return scale
+
+
+def rope_frequencies(config: MLAConfig, device: torch.device | str = "cpu") -> torch.Tensor:
+    """(R/2,) float64 radians per position of each rotated pair."""
+    R = config.qk_rope_head_dim
+    pair = torch.arange(0, R, 2, dtype=torch.float64, device=device)
+    plain = config.rope_theta ** (-pair / R)
+    if config.rope is RopeKind.rotary:
+        return plain
+    stretched = plain / config.rope_factor
+    if config.rope is RopeKind.linear:
+        return stretched
+
+    def pair_of(turns: float) -> float:
+        """The (fractional) pair index that turns so many times within the original context."""
+        return R * math.log(config.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_of(YARN_FAST_TURNS)), 0)
+    high = min(math.ceil(pair_of(YARN_SLOW_TURNS)), R - 1)
+    ramp = ((pair / 2 - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return plain * (1 - ramp) + stretched * ramp
+
+
+def rotation(config: MLAConfig, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (T, R/2) float64. In fp32 the angle of position 10^6 would be off by 0.06 rad."""
+    angle = positions_T.to(torch.float64)[:, None] * rope_frequencies(config, positions_T.device)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_THR: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate interleaved pairs of the last dim. fp32 inside (float64 for float64), x's dtype out."""
+    dtype = torch.promote_types(x_THR.dtype, torch.float32)
+    cos, sin = (t.to(dtype)[:, None, :] for t in (cos, sin))
+    even, odd = x_THR.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x_THR.dtype)

@@ -1,0 +1,81 @@
+"""Stable LatentMoE: routed experts in a latent width, shared experts in the model width.
+
+    idx, p = router(x)                                 full-width x, fp32
+    z = Wdown x                                        (latent: null skips the three latent pieces)
+    u = sum_i p_i E_i(z)                               weights late, products and sum in fp32
+    y = Wup RMS(u) + Shared(x)                         norm after the weighted sum
+
+Letters: N tokens, D model width, L width of routed experts, F expert width, E experts in all, e here, R rows.
+Source: arXiv:2607.24653 sec. 2.3, arXiv:2601.18089; code ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megamoe.layers.basic import Linear, RMSNorm
+from megamoe.layers.config import FFNConfig, MoEConfig
+from megamoe.layers.ffn import GatedMLP
+from megamoe.layers.router import Router, RouterStats
+from megamoe.ops import moe_dispatch
+from megamoe.ops.grouped_mlp import backend_for
+from megamoe.ops.registry import choose
+
+
+class Experts(nn.Module):
+    """This rank's routed experts, stacked. w1 = gate, w3 = up: (e, F, L); w2 = down: (e, L, F)."""
+
+    def __init__(self, num_local: int, width: int, size: int, ffn: FFNConfig, backend: str) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_local, size, width))
+        self.w3 = nn.Parameter(torch.empty(num_local, size, width))
+        self.w2 = nn.Parameter(torch.empty(num_local, width, size))
+        self.act = dict(act=ffn.act.name, act_beta=ffn.situ_beta, act_linear_beta=ffn.situ_linear_beta)
+        self.backend = backend
+
+    def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor) -> torch.Tensor:
+        _, size, width = self.w1.shape
+        op = backend_for(rows_RL.device.type, rows_RL.dtype, width, size, self.backend)
+        return op(rows_RL, count_e, self.w1, self.w3, self.w2, **self.act)
+
+
+class MoE(nn.Module):
+    """One MoE layer.
+
+    Attributes:
+        group: expert-parallel group, or None: all experts here.
+        first_expert, num_local: which global experts this rank holds.
+    """
+
+    def __init__(self, d_model: int, norm_eps: float, config: MoEConfig, ffn: FFNConfig, *, group=None, first_expert: int = 0, num_local: int | None = None) -> None:
+        super().__init__()
+        self.config, self.group = config, group
+        self.first_expert = first_expert
+        self.num_local = config.num_experts if num_local is None else num_local
+        width = d_model if config.latent is None else config.latent
+        self.gate = Router(d_model, config)
+        self.experts = Experts(self.num_local, width, config.expert_size, ffn, config.grouped_mlp)
+        if config.latent is not None:
+            self.routed_expert_down_proj = Linear(d_model, config.latent)
+            self.routed_expert_up_proj = Linear(config.latent, d_model)
+            self.routed_expert_norm = RMSNorm(config.latent, norm_eps) if config.latent_norm else nn.Identity()
+        if config.num_shared_experts:
+            self.shared_experts = GatedMLP(d_model, config.shared_size, ffn)
+        self.dispatch = choose(moe_dispatch.OP, prefer=config.dispatch)
+
+    def forward(self, x_ND: torch.Tensor, token_mask_N: torch.Tensor | None = None) -> tuple[torch.Tensor, RouterStats | None]:
+        """x_ND: (N, D) normalised layer input. Returns (N, D) in x's dtype, and the statistics to accumulate.
+
+        Collective over `group`, also when N = 0.
+        """
+        idx_NA, weight_NA, stats = self.gate(x_ND, token_mask_N)
+        latent = self.config.latent is not None
+        z_NL = self.routed_expert_down_proj(x_ND) if latent else x_ND
+        rows_RL, count_e, handle = self.dispatch(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
+        y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e), handle)
+        if latent:
+            y_ND = self.routed_expert_up_proj(self.routed_expert_norm(y_ND))
+        if self.config.num_shared_experts:
+            y_ND = y_ND + self.shared_experts(x_ND)
+        return y_ND, stats
