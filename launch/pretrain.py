@@ -62,8 +62,9 @@ def main(argv: list[str], environ=os.environ) -> int:
 
     try:
         from megamoe.train.run import pretrain
+        from megamoe.utils.redact import redact
 
-        return pretrain(config, schema.to_dict(config))
+        return pretrain(config, redact(schema.to_dict(config)))
     except UserError as error:
         return complain(error, rank, only_here=True)
     except KeyboardInterrupt:

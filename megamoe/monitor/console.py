@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from typing import TextIO
@@ -31,7 +32,6 @@ class Console:
             self._rich = RichConsole(file=self.stream, highlight=False)
         self._pace = Pace()
         self._kept_at = -1e9
-        self._last: dict = {}
 
     def first_screen(self, facts: FirstScreen) -> None:
         if self._rich is None:
@@ -49,7 +49,6 @@ class Console:
     def log(self, step: int, row: dict) -> None:
         """Show one row. Rows that only carry an evaluation become a line of their own."""
         now = self.clock()
-        self._last |= row
         if "eval_loss" in row or "eval_bits_per_byte" in row:
             self._print(f"step {step}/{self.num_steps}  " + "  ".join(_evaluation(row)))
             if "loss" not in row:
@@ -69,11 +68,15 @@ class Console:
 
     def finish(self, lines: list[str]) -> None:
         """End the live line and leave the closing lines."""
+        self.close()
+        for line in lines:
+            self._print(line)
+
+    def close(self) -> None:
+        """Give the terminal its cursor back."""
         if self._live is not None:
             self._live.stop()
             self._live = None
-        for line in lines:
-            self._print(line)
 
     def _show(self, text: str) -> None:
         from rich.live import Live
@@ -84,6 +87,7 @@ class Console:
             # Redirection keeps prints of libraries above the live line instead of through it.
             self._live = Live(renderable, console=self._rich, auto_refresh=False, redirect_stdout=True, redirect_stderr=True)
             self._live.start()
+            atexit.register(self.close)  # a run that ends by an exception must not leave the cursor hidden
         self._live.update(renderable, refresh=True)
 
     def _print(self, text: str) -> None:
@@ -113,15 +117,18 @@ class Pace:
 
 
 def progress_line(step: int, num_steps: int, row: dict, seconds_left: float | None) -> str:
-    """`step 120/300  loss 4.213  bits/byte 1.902  12.3 k tok/s  mfu 31.0%  |g| 0.82  maxvio 0.21  eta 2:31`"""
+    """`step 120/300  eta 2:31  loss 4.2130  bits/byte 1.9020  12.30 k tok/s  mfu 31.0%  |g| 0.820  maxvio 0.21`
+
+    What a narrow terminal cuts off comes last.
+    """
     width = len(str(num_steps))
     parts = [f"step {step:>{width}}/{num_steps}"]
+    if seconds_left is not None:
+        parts.append(f"eta {clock_time(seconds_left)}")
     for key, form in _SHOWN:
         value = row.get(key)
         if value is not None:
             parts.append(form(value))
-    if seconds_left is not None:
-        parts.append(f"eta {clock_time(seconds_left)}")
     return "  ".join(parts)
 
 

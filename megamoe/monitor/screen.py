@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megamoe.ops.registry import Choice, status
+
 
 @dataclass
 class FirstScreen:
@@ -12,65 +14,59 @@ class FirstScreen:
 
     Attributes:
         model: name of the model.
-        params_total, params_active: parameters in all, and those that touch one token (embedding left out, head counted).
-        layout: axis → size, `{"dp": 2, "tp": 1, …}`.
-        world_size, nodes: ranks of the run, and hosts they are on (0: not known).
-        launcher: who started the ranks.
+        parameters, active_parameters: parameters in all, and those that touch one token (embedding left out, head counted).
+        layout: the mesh in words, `str(mesh)`; `launcher`: who started the ranks.
+        device, precision, engine, optimizer: in words.
         tokens_per_step: tokens of one optimizer step over all ranks.
-        seq_len, micro_batch_tokens, micro_batches: window, tokens of one packed stream, streams per rank and step.
-        num_steps, start_step: length of the run, and the step it continues from.
-        data: lines that describe the corpus and the blend.
-        precision, device, engine, optimizer: in words.
-        ops: (op, backend, reason) of every op choice; None asks `ops.registry.status()`.
+        seq_len, micro_batches, micro_batch_tokens: window, streams per rank and step, tokens of one stream.
+        num_steps: length of the run; `resumed`: what it continues from, empty for a new run.
+        data: lines that describe the corpus and the blend; `heldout`: what is evaluated.
+        ops: choices of the op registry; None asks `ops.registry.status()`.
         features: (feature, taken, reason) of optional packages such as apex; see `utils.features`.
-        folders: what → where, `{"run": "runs/default", "cache": "~/.cache/megamoe"}`.
+        run_dir: the run folder; `folders`: what else is where, `{"cache": "~/.cache/megamoe"}`.
         notes: anything else worth a line.
     """
 
     model: str
-    params_total: int
-    params_active: int
-    layout: dict[str, int]
-    world_size: int = 1
-    nodes: int = 0
+    parameters: int
+    active_parameters: int
+    layout: str
+    device: str = ""
+    precision: str = ""
+    engine: str = ""
+    optimizer: str = ""
     launcher: str = ""
     tokens_per_step: int = 0
     seq_len: int = 0
-    micro_batch_tokens: int = 0
     micro_batches: int = 0
+    micro_batch_tokens: int = 0
     num_steps: int = 0
-    start_step: int = 0
+    resumed: str = ""
     data: list[str] = field(default_factory=list)
-    precision: str = ""
-    device: str = ""
-    engine: str = ""
-    optimizer: str = ""
-    ops: list[tuple[str, str, str]] | None = None
+    heldout: str = ""
+    ops: list[Choice] | None = None
     features: list[tuple[str, str, str]] = field(default_factory=list)
+    run_dir: str = ""
     folders: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[tuple[str, str]]:
         """The screen as (label, text); a continued entry has an empty label."""
         out: list[tuple[str, str]] = []
-        _add(out, "model", [f"{self.model}: {count(self.params_total)} parameters, {count(self.params_active)} active per token"])
-        axes = "  ".join(f"{axis}={size}" for axis, size in self.layout.items())
-        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
-        hosts = f" on {self.nodes} node{'s' * (self.nodes != 1)}" if self.nodes else ""
-        _add(out, "layout", [f"{ranks}{hosts}: {axes}" + (f"  (started by {self.launcher})" if self.launcher else "")])
-        _add(out, "compute", ["  ".join(filter(None, (self.device, self.precision, self.engine, self.optimizer)))])
-        step = f"{self.tokens_per_step:,} tokens"
-        if self.micro_batches:
-            dp = self.layout.get("dp", 1)
-            step += f" = {dp} dp × {self.micro_batches} micro-batches × {self.micro_batch_tokens:,}, windows of {self.seq_len:,}"
-        _add(out, "step", [step])
+        _add(out, "model", [f"{self.model}: {count(self.parameters)} parameters, {count(self.active_parameters)} active per token"])
+        _add(out, "layout", [self.layout + (f" (started by {self.launcher})" if self.launcher else "")])
+        _add(out, "compute", [" · ".join(filter(None, (self.device, self.precision, self.engine, self.optimizer)))])
+        if self.tokens_per_step:
+            parts = f" = {self.micro_batches} × {self.micro_batch_tokens:,} a rank" if self.micro_batches else ""
+            _add(out, "step", [f"{self.tokens_per_step:,} tokens{parts}, windows of {self.seq_len:,}"])
         if self.num_steps:
             total = f"{self.num_steps:,} steps, {count(self.num_steps * self.tokens_per_step)} tokens"
-            _add(out, "run", [total + (f"; continues from step {self.start_step:,}" if self.start_step else "")])
-        _add(out, "data", self.data)
-        _add(out, "ops", _table(_op_rows() if self.ops is None else self.ops))
+            _add(out, "run", [total + (f"; continues from {self.resumed}" if self.resumed else "")])
+        _add(out, "data", [*self.data, f"held out: {self.heldout}" if self.heldout else ""])
+        _add(out, "ops", _table(map(_op_row, status() if self.ops is None else self.ops)))
         _add(out, "features", _table(self.features))
-        _add(out, "folders", _table([(name, path, "") for name, path in self.folders.items()]))
+        folders = ({"run": self.run_dir} if self.run_dir else {}) | self.folders
+        _add(out, "folders", _table([(name, path, "") for name, path in folders.items()]))
         _add(out, "notes", self.notes)
         return out
 
@@ -102,11 +98,6 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
     return [f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows]
 
 
-def _op_rows() -> list[tuple[str, str, str]]:
-    from megamoe.ops import registry
-
-    rows = []
-    for choice in registry.status():
-        reasons = "; ".join(f"{name}: {why}" if name else why for name, why in choice.reasons)
-        rows.append((choice.op, choice.backend, f"({reasons})" if reasons else ""))
-    return rows
+def _op_row(choice: Choice) -> tuple[str, str, str]:
+    reasons = "; ".join(f"{name}: {why}" if name else why for name, why in choice.reasons)
+    return choice.op, choice.backend, f"({reasons})" if reasons else ""
