@@ -1,0 +1,125 @@
+// Shared by the KDA backward's kernels: arguments, workspace, shared-memory images, fragment addresses, the gate.
+//
+// Per chunk of 64 rows and head (formulas and their names: megamoe/ops/kda_chunk/emulate_bwd.py, the CPU twin):
+//   prep   q k g β          -> ke = k e^G, kg = k e^(G_C-G), qg = q̂ e^G, A' = (I+L)^-1 diag(β), P, e^(G_C)
+//   scan   ke kg A' v       -> S entering each chunk, v~                        (forward in time)
+//          kg ke qg A' P do -> dS leaving each chunk, dv, d(initial state)      (backward in time, same grid)
+//   grad   all of these     -> dq dk dg dβ, partial sums of dA_log and d dt_bias
+//   sum    partial sums     -> dA_log, d dt_bias                                (fixed order)
+//
+// Everything between kernels lies in global memory as the shared-memory image the next kernel wants, moved by bulk copies.
+// An image of R rows and 64 or 128 bf16 columns stores the 16-byte unit u of row r at unit u ^ (r & 7): eight consecutive
+// rows of one unit fall into eight different bank groups, which is what ldmatrix reads.
+#pragma once
+#include <stddef.h>
+
+#include "sm90_kda_chunk_bwd_prims.cuh"
+
+namespace megamoe::kda_bwd {
+
+constexpr int kChunk = 64, kTile = 16, kTiles = 4, kDim = 128;
+constexpr int kImage128 = kChunk * kDim * 2;   // ke, kg, qg: [64][128]; v~ transposed: [128][64]
+constexpr int kImageState = kDim * kDim * 2;   // S, dS transposed: [v][c]
+constexpr int kImage64 = kChunk * kChunk * 2;  // A', P: [i][j]
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kShift = 15.f * kLog2e;  // constant share of a tile's exponent given to the row factor
+constexpr float kL2Eps = 1e-6f;
+
+// (T, H, 128) bf16 tensor with unit stride in the last dimension; strides in elements.
+struct Rows {
+  const uint16_t* ptr;
+  int64_t token_stride, head_stride;
+  __device__ __forceinline__ const uint16_t* at(int64_t token, int head) const { return ptr + token * token_stride + head * head_stride; }
+};
+struct OutRows {
+  uint16_t* ptr;
+  int64_t token_stride, head_stride;
+  __device__ __forceinline__ uint16_t* at(int64_t token, int head) const { return ptr + token * token_stride + head * head_stride; }
+};
+
+struct Args {
+  Rows q, k, v, g, dout;
+  OutRows dq, dk, dv, dg;
+  const void* beta;  // (T, H) logits, bf16 or fp32
+  void* dbeta;       // same dtype, strides as beta's
+  int64_t beta_token_stride, beta_head_stride, dbeta_token_stride, dbeta_head_stride;
+  int beta_is_fp32;
+  const float* a_log;           // (H,) or null (zero)
+  const float* dt_bias;         // (H, 128) or null
+  const float* initial_state;   // (N, H, K, V) or null
+  const float* dfinal_state;    // (N, H, K, V) or null
+  float* da_log;                // (H,)
+  float* ddt_bias;              // (H, 128)
+  float* dinitial_state;        // (N, H, K, V) or null
+  const void* cu_seqlens;       // (N+1,) int32 or int64, or null: one document
+  int cu_is_int64;
+  int64_t num_tokens;
+  int num_docs, num_heads;
+  float scale, lower_bound;
+
+  // Filled in by the launcher.
+  int head0, heads;     // this pass's heads
+  int max_chunks;       // T/64 + N, a bound known without reading cu_seqlens
+  int* doc_chunk;       // (N+1,) first chunk of each document
+  int4* chunks;         // (max_chunks,) {first token, rows, document, 0}
+  unsigned char *ke, *kg, *qg, *a, *p, *vt, *s, *ds;  // images, index chunk * heads + head
+  float* decay;         // (chunks, heads, 128) e^(G_C)
+  float* da_part;       // (max_chunks, H)
+  float* dbias_part;    // (max_chunks, H, 128)
+};
+
+__device__ __forceinline__ uint32_t off128(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }
+__device__ __forceinline__ uint32_t off64(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+// Byte offset of the column pair (2 pair, 2 pair + 1).
+__device__ __forceinline__ uint32_t off128_pair(int row, int pair) { return off128(row, pair >> 2) + (pair & 3) * 4; }
+__device__ __forceinline__ uint32_t off64_pair(int row, int pair) { return off64(row, pair >> 2) + (pair & 3) * 4; }
+
+// This lane's row and 16-byte unit, relative to a 16x16 block, for the four ways of reading an operand.
+struct LaneBlock { int row, unit; };
+// A from [m][k], or B from [k][n] with ldsm4_t (two n-tiles: r0 r1, r2 r3).
+__device__ __forceinline__ LaneBlock lane_straight(int lane) { return {lane & 15, lane >> 4}; }
+// A from [k][m] with ldsm4_t, or B from [n][k] with ldsm4 (two n-tiles: r0 r1, r2 r3).
+__device__ __forceinline__ LaneBlock lane_crossed(int lane) { return {(lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1}; }
+
+__device__ __forceinline__ void pack_a(uint32_t (&a)[4], const float (&c0)[4], const float (&c1)[4]) {
+  a[0] = pack_bf16(c0[0], c0[1]), a[1] = pack_bf16(c0[2], c0[3]);
+  a[2] = pack_bf16(c1[0], c1[1]), a[3] = pack_bf16(c1[2], c1[3]);
+}
+__device__ __forceinline__ void negate_a(uint32_t (&out)[4], const uint32_t (&in)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) out[i] = in[i] ^ 0x80008000u;
+}
+
+// σ(x) and 1 - σ(x), both to full relative precision; e^A z comes in already times log2 e.
+__device__ __forceinline__ void sigmoid2(float x2, float& s, float& one_minus_s) {
+  float e = ex2(-fabsf(x2)), inv = 1.f / (1.f + e);
+  s = x2 >= 0.f ? inv : e * inv;
+  one_minus_s = x2 >= 0.f ? e * inv : inv;
+}
+__device__ __forceinline__ float load_beta_logit(const Args& p, int64_t token, int head) {
+  int64_t i = token * p.beta_token_stride + head * p.beta_head_stride;
+  return p.beta_is_fp32 ? static_cast<const float*>(p.beta)[i] : bits_to_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.beta)[i]) << 16);
+}
+__device__ __forceinline__ uint32_t load_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
+__device__ __forceinline__ float gate_rate2(const Args& p, int head) { return (p.a_log ? ex2(p.a_log[head] * kLog2e) : 1.f) * kLog2e; }
+
+// Loads up to 64 rows of one head into a [64][128] image, zero beyond `rows`; `threads` threads take part.
+__device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int64_t token0, int rows, int head, int tid, int threads) {
+  for (int i = tid; i < kChunk * 16; i += threads) {
+    int row = i >> 4, unit = i & 15;
+    bool live = row < rows;
+    cp_async16(dst + off128(row, unit), src.at(token0 + (live ? row : 0), head) + unit * 8, live);
+  }
+}
+// 1/||x|| of rows of an image, half a warp a row: lane's 16-byte unit -> the row's sum over 16 lanes.
+__device__ __forceinline__ float sum_squares_half_warp(uint4 x) {
+  float s = 0.f;
+  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) s += bf_lo(w[i]) * bf_lo(w[i]) + bf_hi(w[i]) * bf_hi(w[i]);
+#pragma unroll
+  for (int m = 8; m; m >>= 1) s += shfl_xor(s, m);
+  return s;
+}
+
+}  // namespace megamoe::kda_bwd

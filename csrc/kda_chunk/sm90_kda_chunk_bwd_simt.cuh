@@ -1,0 +1,321 @@
+// Runs the KDA backward's kernels on a CPU: one fiber per CUDA thread, blocks one after the other.
+//
+// What it shows: every index, mask, fragment layout, barrier and buffer reuse of the real source. Shared memory starts as NaN;
+// asynchronous copies are delivered only when somebody waits for them, so a missing wait reads NaN; a missing barrier usually
+// reads stale data because fibers run one at a time until they block. What it cannot show: speed, memory-model subtleties,
+// fences between proxies. A block in which every fiber waits is reported as a deadlock.
+#pragma once
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+};
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(16) uint4 { uint32_t x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+
+namespace megamoe::simt {
+
+struct Copy { unsigned char* dst; std::vector<unsigned char> data; const unsigned char* late_src; unsigned char* late_dst; size_t bytes; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done = false;
+  std::vector<std::vector<std::function<void()>>> groups{1};       // cp.async groups, the last one open
+  std::vector<std::vector<std::function<void()>>> store_groups{1};  // bulk stores
+};
+struct Collective { int count = 0; uint64_t generation = 0; void* args[32]; };
+struct Barrier { int count = 0; uint64_t generation = 0; };
+struct Mbar { int phase = 0; int64_t pending = 0; bool armed = false; std::vector<std::function<void()>> copies; };
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<unsigned char> smem;
+  std::vector<Collective> warps;
+  Barrier barriers[16];
+  std::vector<std::pair<uint32_t, Mbar>> mbars;
+  ucontext_t scheduler;
+  int current = 0, live = 0;
+  uint64_t progress = 0;
+};
+inline Block* block = nullptr;
+inline std::function<void()> body;
+inline dim3 grid_dim, block_dim, block_idx;
+
+inline void yield() { swapcontext(&block->fibers[block->current].context, &block->scheduler); }
+inline void entry() {
+  body();
+  block->fibers[block->current].done = true;
+  block->progress++;
+  yield();
+}
+
+inline void barrier_wait(Barrier& b, int threads) {
+  uint64_t mine = b.generation;
+  block->progress++;
+  if (++b.count == threads) {
+    b.count = 0;
+    b.generation++;
+    return;
+  }
+  while (b.generation == mine) yield();
+  block->progress++;
+}
+
+// All 32 lanes deposit a pointer; the last to arrive computes for everybody.
+template <class F>
+inline void warp_collective(void* mine, F compute) {
+  Collective& c = block->warps[block->current / 32];
+  c.args[block->current % 32] = mine;
+  uint64_t generation = c.generation;
+  block->progress++;
+  if (++c.count == 32) {
+    compute(c.args);
+    c.count = 0;
+    c.generation++;
+  } else {
+    while (c.generation == generation) yield();
+  }
+}
+
+template <class Kernel>
+inline void launch(dim3 grid, int threads, size_t smem_bytes, Kernel kernel) {
+  grid_dim = grid;
+  block_dim = dim3(threads);
+  body = kernel;
+  Block b;
+  b.fibers.resize(threads);
+  for (auto& f : b.fibers) f.stack.resize(128 << 10);
+  for (unsigned z = 0; z < grid.z; z++)
+    for (unsigned y = 0; y < grid.y; y++)
+      for (unsigned x = 0; x < grid.x; x++) {
+        block = &b;
+        block_idx = dim3(x, y, z);
+        b.smem.assign(smem_bytes + 16, 0xff);  // every float and bf16 is NaN
+        b.warps.assign((threads + 31) / 32, Collective());
+        b.mbars.clear();
+        for (auto& bar : b.barriers) bar = Barrier();
+        b.live = threads;
+        for (auto& f : b.fibers) {
+          f.done = false;
+          f.groups.assign(1, {});
+          f.store_groups.assign(1, {});
+          getcontext(&f.context);
+          f.context.uc_stack.ss_sp = f.stack.data();
+          f.context.uc_stack.ss_size = f.stack.size();
+          f.context.uc_link = nullptr;
+          makecontext(&f.context, entry, 0);
+        }
+        for (int alive = threads; alive;) {
+          uint64_t before = b.progress;
+          alive = 0;
+          for (b.current = 0; b.current < threads; b.current++) {
+            if (b.fibers[b.current].done) continue;
+            swapcontext(&b.scheduler, &b.fibers[b.current].context);
+            alive += !b.fibers[b.current].done;
+          }
+          if (alive && before == b.progress) {
+            fprintf(stderr, "simt: deadlock in block %u, %d threads wait\n", x, alive);
+            abort();
+          }
+        }
+        for (auto& f : b.fibers)  // what a kernel never waited for still lands, after its end
+          for (auto& g : f.store_groups)
+            for (auto& c : g) c();
+      }
+}
+
+struct ThreadIndex { operator unsigned() const { return block->current; } };
+}  // namespace megamoe::simt
+
+struct { megamoe::simt::ThreadIndex x; } static threadIdx;
+#define blockIdx (megamoe::simt::block_idx)
+#define gridDim (megamoe::simt::grid_dim)
+#define blockDim (megamoe::simt::block_dim)
+
+inline void __syncthreads() { megamoe::simt::barrier_wait(megamoe::simt::block->barriers[0], blockDim.x); }
+inline void __syncwarp() { megamoe::simt::warp_collective(nullptr, [](void**) {}); }
+
+namespace megamoe::kda_bwd {
+using simt::block;
+
+inline unsigned char* dynamic_smem() { return (unsigned char*)((((uintptr_t)block->smem.data()) + 15) & ~uintptr_t(15)); }
+inline uint32_t smem_addr(const void* p) { return (uint32_t)((const unsigned char*)p - dynamic_smem()); }
+inline unsigned char* at(uint32_t addr, size_t bytes, size_t align) {
+  if (addr + bytes > block->smem.size() - 16 || addr % align) {
+    fprintf(stderr, "simt: shared address %u (+%zu) out of range or not aligned to %zu\n", addr, bytes, align);
+    abort();
+  }
+  return dynamic_smem() + addr;
+}
+
+struct MatrixArgs { uint32_t* r; uint32_t addr; };
+inline void ldsm_any(uint32_t* r, uint32_t addr, bool trans) {
+  MatrixArgs a{r, addr};
+  simt::warp_collective(&a, [trans](void** args) {
+    for (int m = 0; m < 4; m++) {
+      uint16_t tile[8][8];
+      for (int row = 0; row < 8; row++) memcpy(tile[row], at(((MatrixArgs*)args[8 * m + row])->addr, 16, 16), 16);
+      for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, t = lane % 4;
+        uint16_t lo = trans ? tile[2 * t][g] : tile[g][2 * t], hi = trans ? tile[2 * t + 1][g] : tile[g][2 * t + 1];
+        ((MatrixArgs*)args[lane])->r[m] = lo | ((uint32_t)hi << 16);
+      }
+    }
+  });
+}
+inline void stsm_any(uint32_t addr, const uint32_t* r, bool trans) {
+  MatrixArgs a{(uint32_t*)r, addr};
+  simt::warp_collective(&a, [trans](void** args) {
+    for (int m = 0; m < 4; m++) {
+      uint16_t tile[8][8];
+      for (int lane = 0; lane < 32; lane++) {
+        int g = lane / 4, t = lane % 4;
+        uint32_t x = ((MatrixArgs*)args[lane])->r[m];
+        (trans ? tile[2 * t][g] : tile[g][2 * t]) = x & 0xffff;
+        (trans ? tile[2 * t + 1][g] : tile[g][2 * t + 1]) = x >> 16;
+      }
+      for (int row = 0; row < 8; row++) memcpy(at(((MatrixArgs*)args[8 * m + row])->addr, 16, 16), tile[row], 16);
+    }
+  });
+}
+inline void ldsm4(uint32_t (&r)[4], uint32_t addr) { ldsm_any(r, addr, false); }
+inline void ldsm4_t(uint32_t (&r)[4], uint32_t addr) { ldsm_any(r, addr, true); }
+inline void stsm4(uint32_t addr, const uint32_t (&r)[4]) { stsm_any(addr, r, false); }
+inline void stsm4_t(uint32_t addr, const uint32_t (&r)[4]) { stsm_any(addr, r, true); }
+
+inline float bits_to_float(uint32_t x) {
+  float f;
+  memcpy(&f, &x, 4);
+  return f;
+}
+struct MmaArgs { float* d; const uint32_t* a; uint32_t b0, b1; };
+inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  MmaArgs mine{d, a, b0, b1};
+  simt::warp_collective(&mine, [](void** args) {
+    float A[16][16], B[16][8];
+    auto half = [](uint32_t x, int i) { return bits_to_float(i ? (x & 0xffff0000u) : (x << 16)); };
+    for (int lane = 0; lane < 32; lane++) {
+      auto& m = *(MmaArgs*)args[lane];
+      int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 2; i++) {
+        A[g][2 * t + i] = half(m.a[0], i), A[g + 8][2 * t + i] = half(m.a[1], i);
+        A[g][2 * t + 8 + i] = half(m.a[2], i), A[g + 8][2 * t + 8 + i] = half(m.a[3], i);
+        B[2 * t + i][g] = half(m.b0, i), B[2 * t + 8 + i][g] = half(m.b1, i);
+      }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+      auto& m = *(MmaArgs*)args[lane];
+      int g = lane / 4, t = lane % 4;
+      for (int e = 0; e < 4; e++) {
+        int row = g + 8 * (e / 2), col = 2 * t + e % 2;
+        float sum = m.d[e];
+        for (int k = 0; k < 16; k++) sum += A[row][k] * B[k][col];
+        m.d[e] = sum;
+      }
+    }
+  });
+}
+
+inline void cp_async16(uint32_t dst, const void* src, bool valid) {
+  unsigned char* d = at(dst, 16, 16);
+  if (valid && (uintptr_t)src % 16) {
+    fprintf(stderr, "simt: cp.async source not 16-byte aligned\n");
+    abort();
+  }
+  block->fibers[block->current].groups.back().push_back([=] { valid ? (void)memcpy(d, src, 16) : (void)memset(d, 0, 16); });
+}
+inline void cp_async_commit() { block->fibers[block->current].groups.emplace_back(); }
+template <int kPending>
+inline void cp_async_wait() {
+  auto& groups = block->fibers[block->current].groups;
+  while ((int)groups.size() - 1 > kPending) {
+    for (auto& c : groups.front()) c();
+    groups.erase(groups.begin());
+  }
+}
+inline simt::Mbar& mbar(uint32_t bar) {
+  for (auto& m : block->mbars)
+    if (m.first == bar) return m.second;
+  fprintf(stderr, "simt: mbarrier at %u was not initialised\n", bar);
+  abort();
+}
+inline void mbar_init(uint32_t bar, uint32_t) { block->mbars.push_back({bar, simt::Mbar()}); }
+inline void mbar_expect(uint32_t bar, uint32_t bytes) { mbar(bar).pending += bytes, mbar(bar).armed = true, block->progress++; }
+inline void mbar_wait(uint32_t bar, uint32_t parity) {
+  for (;;) {
+    simt::Mbar& m = mbar(bar);
+    if (m.phase != (int)parity) return;
+    if (m.armed && m.pending == 0) {
+      for (auto& c : m.copies) c();
+      m.copies.clear(), m.armed = false, m.phase ^= 1, block->progress++;
+      return;
+    }
+    simt::yield();
+  }
+}
+inline void fence_async_proxy() {}
+inline void fence_mbar_init() {}
+inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  unsigned char* d = at(dst, bytes, 16);
+  if ((uintptr_t)src % 16 || bytes % 16) {
+    fprintf(stderr, "simt: bulk load not 16-byte aligned\n");
+    abort();
+  }
+  mbar(bar).pending -= bytes;
+  mbar(bar).copies.push_back([=] { memcpy(d, src, bytes); });
+}
+inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
+  unsigned char* s = at(src, bytes, 16);
+  block->fibers[block->current].store_groups.back().push_back([=] { memcpy(dst, s, bytes); });
+}
+inline void bulk_commit() { block->fibers[block->current].store_groups.emplace_back(); }
+template <int kPending>
+inline void bulk_wait_read() {
+  auto& groups = block->fibers[block->current].store_groups;
+  while ((int)groups.size() - 1 > kPending) {
+    for (auto& c : groups.front()) c();
+    groups.erase(groups.begin());
+  }
+}
+inline void bulk_wait_all() { bulk_wait_read<0>(); }
+inline void bar_sync(int id, int threads) { simt::barrier_wait(block->barriers[id], threads); }
+struct ShflArgs { float in, out; int mask; };
+inline float shfl_xor(float x, int lane_mask) {
+  ShflArgs mine{x, 0.f, lane_mask};
+  simt::warp_collective(&mine, [](void** args) {
+    for (int lane = 0; lane < 32; lane++) ((ShflArgs*)args[lane])->out = ((ShflArgs*)args[lane ^ ((ShflArgs*)args[lane])->mask])->in;
+  });
+  return mine.out;
+}
+inline float ex2(float x) {
+  float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.f : y;
+}
+inline float rsqrt_fast(float x) { return 1.f / sqrtf(x); }
+inline uint32_t round_bf16(float f) {
+  uint32_t x;
+  memcpy(&x, &f, 4);
+  if (f != f) return 0x7fff;
+  return (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float lo, float hi) { return (round_bf16(lo) & 0xffff) | (round_bf16(hi) << 16); }
+}  // namespace megamoe::kda_bwd
