@@ -6,8 +6,7 @@
 #ifdef MEGAMOE_SIMT_EMULATION
 #include "sm90_kda_chunk_bwd_launch.cuh"
 #else
-#include "kda_chunk.h"
-#include "sm90_kda_chunk_bwd_launch.cuh"
+#include "sm90_kda_chunk_bwd.cu"
 #endif
 
 using namespace megamoe;
