@@ -31,17 +31,18 @@ from megamoe.utils.errors import UserError  # noqa: E402
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
-# Ranks other than 0 stay this long after a user error: launchers end the whole run as soon as one rank is gone, and
-# rank 0 must have had the time to say why.
-GRACE_S = 2.0
+# Ranks stay this long after a user error. Launchers end the whole run as soon as one rank is gone: rank 0 must have had
+# the time to say why, and the others to find the same mistake and exit with the same code.
+GRACE_S = 1.0
 
 
 def main(argv: list[str], environ=os.environ) -> int:
     """Run, and return the exit code. No torch import before the configuration has been checked."""
-    rank = 0
+    rank, world_size = 0, 1
+    hold_sigterm(True)
     try:
         launch = environment.read_launch(environ)
-        rank = launch.rank
+        rank, world_size = launch.rank, launch.world_size
         flags, overrides = parse(argv)
         if flags.help:
             if rank == 0:
@@ -56,9 +57,10 @@ def main(argv: list[str], environ=os.environ) -> int:
             return 0
         config.validate(launch.world_size)
         environment.export(launch, environ)
+        hold_sigterm(False)
         environment.choose_accelerator(config.train.device.name, environ)
     except UserError as error:
-        return complain(error, rank)
+        return complain(error, rank, world_size)
 
     try:
         from megamoe.train.run import pretrain
@@ -66,9 +68,15 @@ def main(argv: list[str], environ=os.environ) -> int:
 
         return pretrain(config, redact(schema.to_dict(config)))
     except UserError as error:
-        return complain(error, rank, only_here=True)
+        return complain(error, rank, world_size, only_here=True)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def hold_sigterm(held: bool) -> None:
+    """Let SIGTERM wait while the configuration is checked: a launcher sends it to every rank as soon as the first one has
+    found the mistake, and each shall exit by itself, with the same code. Released, a waiting one takes effect."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -142,7 +150,7 @@ def config_text(overrides: list[str], config, *, resolve: bool) -> str:
     return yaml.safe_dump(redact(tree), sort_keys=False, allow_unicode=True)
 
 
-def complain(error: UserError, rank: int, *, only_here: bool = False) -> int:
+def complain(error: UserError, rank: int, world_size: int, *, only_here: bool = False) -> int:
     """Say what the user can mend in one line, on rank 0, and return the exit code for every rank.
 
     Every rank finds a mistake in the configuration by itself, before any process group exists, and one line is enough.
@@ -151,11 +159,10 @@ def complain(error: UserError, rank: int, *, only_here: bool = False) -> int:
     """
     if rank == 0:
         print(f"megamoe: {error}", file=sys.stderr, flush=True)
-        return EXIT_USER_ERROR
-    # The launcher's SIGTERM may come during the wait: the exit code stays that of a user error.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_USER_ERROR))
-    time.sleep(GRACE_S)
-    if only_here:
+    if world_size > 1:
+        hold_sigterm(True)
+        time.sleep(GRACE_S)
+    if rank != 0 and only_here:
         print(f"megamoe: rank {rank}: {error}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
