@@ -113,14 +113,11 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[COUNT]) {
 }
 
 // D(64 x N) = A(64 x 16, registers) B(16 x N) + (accumulate ? D : 0)
-// (n16 works on the eight accumulators from AT on, so that it can go on with a slice of a wider product.)
-template <int AT = 0, int COUNT>
-__device__ __forceinline__ void wgmma_n16(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  static_assert(AT + 8 <= COUNT);
+__device__ __forceinline__ void wgmma_n16(float (&d)[8], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.b32 p, %13, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0;\n}"
-      : "+f"(d[AT]), "+f"(d[AT + 1]), "+f"(d[AT + 2]), "+f"(d[AT + 3]), "+f"(d[AT + 4]), "+f"(d[AT + 5]), "+f"(d[AT + 6]), "+f"(d[AT + 7])
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 __device__ __forceinline__ void wgmma_n32(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int accumulate) {

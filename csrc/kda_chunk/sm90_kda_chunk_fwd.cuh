@@ -27,7 +27,7 @@ constexpr int kStages = 12;            // groups in flight in shared memory
 constexpr int kProducerWarps = 8;      // each owns every eighth group
 constexpr int kConsumerThreads = 256;  // two warpgroups
 constexpr int kThreads = kConsumerThreads + 32 * kProducerWarps;
-constexpr int kConsumerRegisters = 168, kProducerRegisters = 88;  // 256 * (168 + 88) = the register file
+constexpr int kConsumerRegisters = 144, kProducerRegisters = 112;  // 256 * (168 + 88) = the register file
 constexpr float kShift = 22.0f;
 constexpr float kLog2e = 1.4426950408889634f;
 

@@ -7,25 +7,25 @@
 
 namespace megamoe::kda {
 
-// q, k, g, v rows of a group from global memory; rows past the document's end become zeros.
+// q, k, g, v rows of a group from global memory, two rows an instruction; rows past the document's end become zeros.
 template <Mode MODE>
 __device__ __forceinline__ void load_rows(const Inputs& in, int head, const Group& group, uint32_t stage, int lane) {
-  const int chunk = lane & 15;
-  const auto copy = [&](const View& view, auto place) {
-    const int row0 = lane >> 4;
-    const __nv_bfloat16* source = view.base + (int64_t(group.token) + (row0 < group.rows ? row0 : 0)) * view.stride_t + head * view.stride_h + chunk * 8;
+  const int chunk = lane & 15, odd = lane >> 4;
+  const uint32_t swizzled = ((chunk & 7) ^ odd) << 4;  // of the first row; row i + odd differs by an XOR with i & 6
+  const auto copy = [&](const View& view, uint32_t first_row, uint32_t row_bytes, bool swizzle) {
+    const __nv_bfloat16* source = view.base + (int64_t(group.token) + odd) * view.stride_t + head * view.stride_h + chunk * 8;
+    const int64_t step = 2 * view.stride_t;
 #pragma unroll
     for (int i = 0; i < kRows; i += 2) {
-      const bool valid = row0 + i < group.rows;
-      ptx::cp_async_16(stage + place(row0 + i), source, valid);
-      source += row0 + i + 2 < group.rows ? 2 * view.stride_t : 0;
+      ptx::cp_async_16((swizzle ? first_row ^ ((i & 6) << 4) : first_row) + i * row_bytes, source, odd + i < group.rows);
+      source += step;
     }
   };
-  const auto image = [&](int row) { return (chunk >> 3) * kHalf + row * 128 + (((chunk & 7) ^ (row & 7)) << 4); };
-  copy(in.k, [&](int row) { return kKq + image(row); });
-  if constexpr (MODE == Mode::kOutput) copy(in.q, [&](int row) { return kKq + kQueryRows + image(row); });
-  copy(in.g, [&](int row) { return kInverse + row * 256 + chunk * 16; });
-  copy(in.v, [&](int row) { return kValues + row * 256 + ((chunk ^ (row & 7)) << 4); });
+  const uint32_t image = stage + kKq + (chunk >> 3) * kHalf + odd * 128 + swizzled;
+  copy(in.k, image, 128, true);
+  if constexpr (MODE == Mode::kOutput) copy(in.q, image + kQueryRows, 128, true);
+  copy(in.g, stage + kInverse + odd * 256 + chunk * 16, 256, false);
+  copy(in.v, stage + kValues + odd * 256 + (chunk >> 3) * 128 + swizzled, 256, true);
   ptx::cp_async_commit();
 }
 
@@ -36,18 +36,16 @@ __device__ __forceinline__ float load_beta(const Inputs& in, int head, const Gro
   return ptx::rcp_approx(1.0f + ptx::exp2_approx(-kLog2e * logit));
 }
 
-// Sum over the warp of 32 values a lane; lane l returns the sum of value l. 31 shuffles instead of 160.
-__device__ __forceinline__ float transposed_sum(float (&x)[32], int lane) {
+// One step of a sum over the warp that also spreads the values: of 2 * WIDTH values a lane, WIDTH remain, those whose index
+// has the bit that equals this lane's bit BIT. Five steps give 32 row sums for 31 shuffles instead of 160.
+template <int WIDTH, int BIT>
+__device__ __forceinline__ void spread_sum(float* x, int lane) {
+  const bool upper = lane & BIT;
 #pragma unroll
-  for (int width = 16; width > 0; width /= 2) {
-    const bool upper = lane & width;
-#pragma unroll
-    for (int i = 0; i < width; ++i) {
-      const float given = upper ? x[i] : x[i + width], kept = upper ? x[i + width] : x[i];
-      x[i] = kept + __shfl_xor_sync(~0u, given, width);
-    }
+  for (int i = 0; i < WIDTH; ++i) {
+    const float given = upper ? x[i] : x[i + WIDTH], kept = upper ? x[i + WIDTH] : x[i];
+    x[i] = kept + __shfl_xor_sync(~0u, given, BIT);
   }
-  return x[0];
 }
 
 struct GateOfLane {  // g2 = bound2 * sigmoid(A (g + bias)) for this lane's four channels; slope and offset carry -A log2(e)
@@ -61,20 +59,21 @@ __device__ __forceinline__ float scale_rows(const GateOfLane& gate, int rows, ui
 #pragma unroll
   for (int i = 0; i < kRows; ++i) g_raw[i] = ptx::load_shared_64(stage + kInverse + i * 256 + lane * 8);
   __syncwarp();  // k^ is about to overwrite g
-  const uint32_t image = stage + kKq + (lane >> 4) * kHalf + (lane & 1) * 8, chunk = (lane & 15) >> 1;
+  const uint32_t image = stage + kKq + (lane >> 4) * kHalf + (lane & 15) * 8;  // row 0; row i differs by an XOR with i & 7 in the 16-byte chunk
   const uint32_t transposed = stage + kInverse + (lane >> 1) * kInverseStride + (lane & 1) * 64;
   float G[4] = {kShift, kShift, kShift, kShift};
-  float squares[32];
+  float sums[16];  // of squares: lanes 0-15 k, lanes 16-31 q; rows in order
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t k_inverse[4][4];
+    float squares[8];  // of four rows: k, then q
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       float right[2][4];
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const int i = half * 8 + pair * 2 + odd;
-        const uint32_t at = image + i * 128 + ((chunk ^ (i & 7)) << 4);
+        const uint32_t at = (image ^ ((i & 7) << 4)) + i * 128;
         const uint2 k_raw = ptx::load_shared_64(at);
         const uint2 q_raw = MODE == Mode::kOutput ? ptx::load_shared_64(at + kQueryRows) : uint2{0, 0};
         const float g[4] = {ptx::low_bf16(g_raw[i].x), ptx::high_bf16(g_raw[i].x), ptx::low_bf16(g_raw[i].y), ptx::high_bf16(g_raw[i].y)};
@@ -82,15 +81,15 @@ __device__ __forceinline__ float scale_rows(const GateOfLane& gate, int rows, ui
         const float q[4] = {ptx::low_bf16(q_raw.x), ptx::high_bf16(q_raw.x), ptx::low_bf16(q_raw.y), ptx::high_bf16(q_raw.y)};
         const float bound2 = i < rows ? gate.bound2 : 0.0f;  // no decay past the document's end
         float left[4];
-        squares[i] = squares[16 + i] = 0.0f;
+        squares[i & 3] = squares[4 + (i & 3)] = 0.0f;
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const float sigmoid = ptx::rcp_approx(1.0f + ptx::exp2_approx(fmaf(g[c], gate.slope, gate.offset[c])));
           G[c] = fmaf(bound2, sigmoid, G[c]);
           left[c] = ptx::exp2_approx(G[c]);
           right[odd][c] = k[c] * ptx::exp2_approx(-G[c]);
-          squares[i] = fmaf(k[c], k[c], squares[i]);
-          squares[16 + i] = fmaf(q[c], q[c], squares[16 + i]);
+          squares[i & 3] = fmaf(k[c], k[c], squares[i & 3]);
+          squares[4 + (i & 3)] = fmaf(q[c], q[c], squares[4 + (i & 3)]);
         }
         ptx::store_shared_64(at, ptx::pack_bf16(k[0] * left[0], k[1] * left[1]), ptx::pack_bf16(k[2] * left[2], k[3] * left[3]));
         if constexpr (MODE == Mode::kOutput)
@@ -98,6 +97,11 @@ __device__ __forceinline__ float scale_rows(const GateOfLane& gate, int rows, ui
       }
 #pragma unroll
       for (int c = 0; c < 4; ++c) k_inverse[c][pair] = ptx::pack_bf16(right[0][c], right[1][c]);
+      if (pair & 1) {
+        spread_sum<4, 16>(squares, lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[half * 8 + (pair >> 1) * 4 + i] = squares[i];
+      }
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c)
@@ -107,7 +111,11 @@ __device__ __forceinline__ float scale_rows(const GateOfLane& gate, int rows, ui
 #pragma unroll
   for (int c = 0; c < 4; ++c) decay[c] = ptx::exp2_approx(G[c] - kShift);
   ptx::store_shared_128(stage + kDecay + lane * 16, __float_as_uint(decay[0]), __float_as_uint(decay[1]), __float_as_uint(decay[2]), __float_as_uint(decay[3]));
-  return rsqrtf(transposed_sum(squares, lane) + 1e-6f);
+  spread_sum<8, 8>(sums, lane);
+  spread_sum<4, 4>(sums, lane);
+  spread_sum<2, 2>(sums, lane);
+  spread_sum<1, 1>(sums, lane);
+  return rsqrtf(sums[0] + 1e-6f);
 }
 
 // KK and QK of the group: one Tensor Core routine for both, D tiles of 8 columns as ptx::mma_16816 leaves them.
@@ -198,6 +206,8 @@ __device__ __forceinline__ void produce(const Arguments& args, int head, int fir
     const Group group = next;
     const uint32_t stage = stages + at.index * kStageBytes;
     ptx::mbarrier_wait(empty + at.index * 8, at.parity ^ 1);
+    __syncwarp();
+    if (lane == 0) ptx::store_shared_128(stage + kGroup, group.token, group.rows, group.document, group.place);
     load_rows<MODE>(in, head, group, stage, lane);
     const float beta = load_beta(in, head, group, lane);
     if (m + kProducerWarps < count) next = group_at(args, first + m + kProducerWarps);
@@ -205,7 +215,6 @@ __device__ __forceinline__ void produce(const Arguments& args, int head, int fir
     __syncwarp();
     const float norm = scale_rows<MODE>(gate, group.rows, stage, lane);
     ptx::store_shared_32(stage + kScalars + lane * 4, __float_as_uint(lane < 16 ? norm : norm * in.scale));
-    if (lane == 0) ptx::store_shared_128(stage + kGroup, group.token, group.rows, group.document, group.place);
     __syncwarp();
     float kk[2][4] = {}, qk[2][4] = {};
     score<MODE>(kk, qk, stage, lane);

@@ -80,6 +80,10 @@ __device__ __forceinline__ void consume(const Arguments& args, int head, int seg
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(read);
 
+    // A copy that ptxas cannot coalesce: it serialises every product when one goes on with a slice of another's accumulators.
+    float out[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(out[i]) : "f"(read[8 + i]));
     uint32_t residual[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -98,19 +102,19 @@ __device__ __forceinline__ void consume(const Arguments& args, int head, int seg
     for (int e = 0; e < 4; ++e) u_packed[e] = ptx::pack_bf16(u[2 * e], u[2 * e + 1]);
     ptx::wgmma_fence();
     if constexpr (MODE == Mode::kOutput) {
-      ptx::wgmma_n16<8>(read, u_packed, ptx::descriptor(stage + kQK, 128, 256, ptx::Swizzle::kNone), 1);
+      ptx::wgmma_n16(out, u_packed, ptx::descriptor(stage + kQK, 128, 256, ptx::Swizzle::kNone), 1);
       ptx::wgmma_commit();
     }
     ptx::wgmma_n128(state, u_packed, ptx::descriptor(stage + kInverse, 128, kInverseStride, ptx::Swizzle::kNone), 1);
     ptx::wgmma_commit();
     if constexpr (MODE == Mode::kOutput) {
       ptx::wgmma_wait<1>();
-      ptx::wgmma_hold(read);
+      ptx::wgmma_hold(out);
       uint32_t packed[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int half = e >> 1;
-        packed[e] = ptx::pack_bf16(rq[2 * half] * read[8 + 2 * e], rq[2 * half + 1] * read[8 + 2 * e + 1]);
+        packed[e] = ptx::pack_bf16(rq[2 * half] * out[2 * e], rq[2 * half + 1] * out[2 * e + 1]);
       }
       ptx::stmatrix_x4_trans(stage + v_at, packed);
       __syncwarp();
