@@ -3,9 +3,6 @@
 Not covered: reading from an object store; corpora beyond memory (files are mapped, indexes too, but no test is that big).
 """
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -169,18 +166,6 @@ def test_standard_library_is_the_default_and_is_cached(tmp_path, monkeypatch):
     again, _ = build(default, vocab_size=600)
     assert again.identity() == train.identity()
     assert built == {path: path.stat().st_mtime_ns for path in built}
-
-
-def test_processes_that_start_together_build_once_and_agree(tmp_path, corpus):
-    code = (
-        "import sys, json; from megamoe.data.config import DataConfig; from megamoe.data.dataset import build_datasets\n"
-        "c = DataConfig(source='indexed', paths=[sys.argv[1]], cache_dir=sys.argv[2], holdout_fraction=0.3)\n"
-        "t, h = build_datasets(c, seq_len=128, vocab_size=512, seed=1); print(json.dumps([t.identity(), t.window(7).tokens.tolist()]))"
-    )
-    run = [subprocess.Popen([sys.executable, "-c", code, str(corpus), str(tmp_path)], stdout=subprocess.PIPE) for _ in range(3)]
-    out = [process.communicate(timeout=120)[0] for process in run]
-    assert all(process.returncode == 0 for process in run) and out[0] == out[1] == out[2] != b""
-    assert not list(tmp_path.rglob("*.tmp-*"))
 
 
 def test_what_a_killed_build_left_is_removed_and_never_read(tmp_path, corpus):

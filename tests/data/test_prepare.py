@@ -89,12 +89,19 @@ def test_the_result_depends_neither_on_workers_nor_on_job_size(inputs, tokenizer
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_run_continues_and_gives_the_same_bytes(texts, tokenizer_file, tmp_path, workers):
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts * 100))
-    command = ["--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer_file, "--part-mb", 0.25, "--workers", workers]
-    assert run(*command, "--output", tmp_path / "whole").returncode == 0
+@pytest.fixture(scope="module")
+def large(texts, tokenizer_file, tmp_path_factory):
+    """Some 2 MB in 30 parts, and what an undisturbed run makes of them."""
+    folder = tmp_path_factory.mktemp("large")
+    (folder / "in.jsonl").write_bytes(jsonl(texts * 20))
+    command = ["--input", folder / "in.jsonl", "--tokenizer", tokenizer_file, "--part-mb", 0.08]
+    assert run(*command, "--output", folder / "whole", "--workers", 1).returncode == 0
+    return command, folder / "whole"
 
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_run_continues_and_gives_the_same_bytes(large, tmp_path, workers):
+    command, whole = [*large[0], "--workers", workers], large[1]
     process = subprocess.Popen([sys.executable, str(TOOL), *map(str, command), "--output", str(tmp_path / "killed")], stderr=subprocess.DEVNULL)
     parts = tmp_path / "killed.parts"
     deadline = time.monotonic() + 60
@@ -112,13 +119,12 @@ def test_a_killed_run_continues_and_gives_the_same_bytes(texts, tokenizer_file, 
     facts = json.loads(again.stdout)
     assert facts["jobs"] > facts["reused_jobs"] >= kept >= 2
     for suffix in (".bin", ".idx", ".documents.npz", ".megamoe.json", ".tokenizer.json"):
-        assert (tmp_path / f"whole{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()
+        assert Path(f"{whole}{suffix}").read_bytes() == (tmp_path / f"killed{suffix}").read_bytes()
     assert not parts.exists()
 
 
-def test_workers_leave_with_a_killed_parent(texts, tokenizer_file, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts * 100))
-    args = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--part-mb", 0.25, "--workers", 2]
+def test_workers_leave_with_a_killed_parent(large, tmp_path):
+    args = [*large[0], "--output", tmp_path / "out", "--workers", 2]
     process = subprocess.Popen([sys.executable, str(TOOL), *map(str, args)], stderr=subprocess.DEVNULL)
     children: set[int] = set()
     deadline = time.monotonic() + 60
@@ -141,9 +147,8 @@ def _runs(pid):
         return False
 
 
-def test_ctrl_c_keeps_finished_parts_and_says_how_to_continue(texts, tokenizer_file, tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(jsonl(texts * 100))
-    args = ["--input", tmp_path / "in.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--part-mb", 0.25, "--workers", 2]
+def test_ctrl_c_keeps_finished_parts_and_says_how_to_continue(large, tmp_path):
+    args = [*large[0], "--output", tmp_path / "out", "--workers", 2]
     process = subprocess.Popen([sys.executable, str(TOOL), *map(str, args)], stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("out.parts/*.idx")) and time.monotonic() < deadline:
@@ -219,8 +224,8 @@ def test_bad_input_is_one_line_naming_the_file_and_leaves_nothing(tmp_path, toke
 
 
 def test_bad_input_in_a_worker_is_one_line_too(texts, tokenizer_file, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(jsonl(texts * 4) + b'{"text": "caf\xe9"}\n')
-    failed = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--workers", 2, "--part-mb", 0.05)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts) + b'{"text": "caf\xe9"}\n')
+    failed = run("--input", tmp_path / "a.jsonl", "--output", tmp_path / "out", "--tokenizer", tokenizer_file, "--workers", 2, "--part-mb", 0.03)
     assert failed.returncode == 2
     assert failed.stderr.strip().count("\n") == 0 and str(tmp_path / "a.jsonl") in failed.stderr
     assert not (tmp_path / "out.idx").exists() and not (tmp_path / "out.bin").exists()

@@ -29,7 +29,7 @@ def test_permutation_never_changes():
 
 
 def test_permutation_spreads_every_element_over_every_place():
-    size, keys = 12, 3000
+    size, keys = 12, 1500
     counts = np.zeros((size, size), int)
     for key in range(keys):
         counts[np.arange(size), Permutation(size, key).many(np.arange(size))] += 1
@@ -61,8 +61,8 @@ def test_blend_keeps_its_shares_in_every_stretch_and_goes_through_each_source_be
 
 def test_any_sample_can_be_asked_for_first():
     sizes, weights = [700, 90], [1.0, 2.0]
-    forward = [BlendOrder(sizes, weights, seed=5).locate(i) for i in range(9000)]
-    for i in (8999, 4096, 4095, 17, 0):
+    forward = [BlendOrder(sizes, weights, seed=5).locate(i) for i in range(4400)]
+    for i in (4399, 4096, 4095, 17, 0):
         assert BlendOrder(sizes, weights, seed=5).locate(i) == forward[i]
 
 
