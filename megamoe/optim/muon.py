@@ -23,6 +23,7 @@ from torch import nn
 
 from megamoe.optim.newton_schulz import newton_schulz
 from megamoe.parallel.mesh import Axis
+from megamoe.utils.torch_compat import all_gather_single, reduce_scatter_single
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Muon:
         if self.axis.group is None or not self.part_numel:
             return
         out = torch.empty_like(self.grad_part)
-        dist.reduce_scatter_tensor(out, self.grad_flat, group=self.axis.group)
+        reduce_scatter_single(out, self.grad_flat, group=self.axis.group)
         self.grad_part.copy_(out)
 
     def squared_norm(self) -> torch.Tensor:
@@ -176,7 +177,7 @@ class Muon:
         whole = part
         if self.axis.group is not None:
             whole = torch.empty(self.axis.size * self.part_numel, dtype=dtype, device=part.device)
-            dist.all_gather_into_tensor(whole, part, group=self.axis.group)
+            all_gather_single(whole, part, group=self.axis.group)
         for u in self.units:
             self._weight(u).copy_(self._view(whole.narrow(0, u.owner * self.part_numel, self.part_numel), u))
 

@@ -214,7 +214,7 @@ class _ParameterView(nn.Module):
         self.params = nn.ParameterList(params)
 
     def parameters(self, recurse: bool = True):
-        kept = {id(p) for p in self.params if getattr(getattr(p, "megamoe", None), "keep_fp32", False)}
+        kept = {id(p) for p in self.params if getattr(getattr(p, "megamoe", None), "keep_wide", False)}
         return (p for p in super().parameters(recurse) if id(p) not in kept)
 
 

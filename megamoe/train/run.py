@@ -1,0 +1,236 @@
+"""From a checked `Config` to a finished run: process group, mesh, data, model, optimizer, resume, loop, pictures.
+
+`launch/pretrain.py` calls `pretrain` on every rank and turns a `UserError` into one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megamoe.checkpoint.store import MODEL, CheckpointStore, model_shapes, read_state
+from megamoe.data.baselines import reference_bits_per_byte
+from megamoe.data.dataset import WindowDataset, build_datasets
+from megamoe.model.flops import count_parameters
+from megamoe.model.init import init_parameters
+from megamoe.model.transformer import Transformer
+from megamoe.monitor import FirstScreen, Monitor
+from megamoe.monitor.plot import plot_run
+from megamoe.ops.registry import status
+from megamoe.optim.optimizer import build_optimizer
+from megamoe.parallel.agree import on_every_rank, on_first_rank, same_everywhere
+from megamoe.parallel.distributed import pick_device, process_group
+from megamoe.parallel.mesh import Mesh, build_mesh
+from megamoe.train.config import Config, EngineKind, Precision
+from megamoe.train.trainer import Trainer
+from megamoe.utils.errors import UserError, check
+from megamoe.utils.runfolder import RunFolder, register_rank, sweep_shared_memory
+from megamoe.utils.signals import StopRequest, stop_signals
+
+log = logging.getLogger(__name__)
+
+DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float64}
+
+
+def pretrain(config: Config, resolved: dict) -> int:
+    """Run one configuration on this rank and return its exit code (0: finished, or stopped politely and saved).
+
+    Args:
+        config: checked; the same on every rank (compared here).
+        resolved: the configuration as plain data with secrets redacted: saved in the run folder and compared across ranks.
+
+    Raises:
+        UserError: the same text on every rank; nothing half-written is left.
+    """
+    device = pick_device(config.train.device.value)
+    deepspeed = config.engine.kind is EngineKind.deepspeed
+    with stop_signals() as stop, process_group(device, config.parallel.timeout_s, deepspeed=deepspeed):
+        mesh = build_mesh(config.parallel)
+        same_everywhere(mesh, resolved)
+        with _run_folder(config, mesh, resolved) as (run_dir, run_id), _out_of_memory(config, device):
+            return _train(config, resolved, mesh, device, run_dir, run_id, stop, deepspeed=deepspeed)
+
+
+def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run_dir: Path, run_id: str, stop: StopRequest, *, deepspeed: bool) -> int:
+    store = CheckpointStore(run_dir, config.checkpoint.keep_last, mesh)
+    resume_from = on_first_rank(mesh, lambda: _resume_path(config, store))
+    train, heldout = on_every_rank(mesh, lambda: _datasets(config))
+    identity = train.identity()
+    on_first_rank(mesh, lambda: _same_run(config, resume_from, identity))
+
+    torch.manual_seed(config.train.seed)
+    model = build_model(config, device)
+    optimizer = build_optimizer(model, config.optim, mesh, deepspeed=deepspeed, bucket_elements=config.engine.reduce_bucket_elements)
+
+    restored_step = read_state(resume_from)["step"] if resume_from else 0
+    monitor = Monitor(config.monitor, run_dir, resolved, run_id, restored_step=restored_step) if mesh.world.rank == 0 else None
+    trainer = Trainer(config, mesh, device, model, optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
+    if resume_from:
+        on_every_rank(mesh, lambda: trainer.restore(resume_from))
+    if monitor:
+        monitor.first_screen(_first_screen(config, mesh, device, model, train, heldout, run_dir, resume_from, trainer.progress.step))
+        _write_reference_lines(config, train, heldout, run_dir, monitor)
+    summary = trainer.fit()
+    if monitor:
+        monitor.finish(summary | _plot(run_dir))
+    return 0
+
+
+def _plot(run_dir: Path) -> dict[str, str]:
+    try:
+        return {"plot": str(plot_run(run_dir))}
+    except Exception as error:  # A picture that cannot be drawn must not fail a run whose weights are saved.
+        log.warning("the plot could not be drawn (%s); try tools/plot_run.py %s", error, run_dir)
+        return {}
+
+
+def build_model(config: Config, device: torch.device) -> Transformer:
+    """The model on its device with seeded initial values, in the compute dtype (what must stay fp32 does)."""
+    with device:
+        model = Transformer(config.model, recompute=config.train.recompute.value)
+    model.to(DTYPES[config.train.precision])
+    init_parameters(model, config.model, seed=config.train.seed)
+    return model
+
+
+def _datasets(config: Config) -> tuple[WindowDataset, WindowDataset | None]:
+    return build_datasets(config.data, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=config.train.seed)
+
+
+def _resume_path(config: Config, store: CheckpointStore) -> Path | None:
+    """The checkpoint to continue from, checked as far as it can be without reading tensors. Rank 0 only."""
+    wanted = config.run.resume
+    latest = store.latest()
+    if wanted == "never":
+        check(latest is None, "run.resume", "never", f"{store.dir} already holds checkpoints; use run.resume=auto to continue, or another run.dir")
+        return None
+    path = latest if wanted == "auto" else Path(wanted)
+    if path is not None:
+        read_state(path)
+    return path
+
+
+def _same_run(config: Config, resume_from: Path | None, identity: dict[str, str]) -> None:
+    """Refuse to continue with another model, tokenizer or blend than the checkpoint's, unless the change is named."""
+    if resume_from is None:
+        return
+    meta = read_state(resume_from)
+    with torch.device("meta"):
+        expected = {k: tuple(v.shape) for k, v in Transformer(config.model).state_dict().items()}
+    found = model_shapes(resume_from)
+    check((resume_from / MODEL).is_file(), "run.resume", resume_from, "holds no model")
+    for name in sorted(expected.keys() | found.keys()):
+        check(expected.get(name) == found.get(name), "run.dir", config.run.dir,
+              f"holds a checkpoint of another model ({name}: {found.get(name)} there, {expected.get(name)} here); use its model=… or another run.dir")
+    for what, key in (("tokenizer", "tokenizer"), ("blend", "blend")):
+        check(meta["identity"].get(key) == identity[key] or what in config.run.allow_change, "run.resume", resume_from,
+              f"was trained with another {what}; restore it, or say run.allow_change=[{what}] if that is meant")
+
+
+@contextlib.contextmanager
+def _run_folder(config: Config, mesh: Mesh, resolved: dict) -> Iterator[tuple[Path, str]]:
+    """Hold the run folder (rank 0), sweep what a crash left, save the configuration once."""
+    held: list[RunFolder] = []
+
+    def take() -> str:
+        folder = RunFolder(config.run.dir)
+        held.append(folder)
+        for pid in folder.sweep_orphans():
+            log.warning("killed rank %d of an earlier start of this run, which had outlived its launcher", pid)
+        if removed := sweep_shared_memory():
+            log.warning("removed %d stale shared-memory files of an earlier crash", len(removed))
+        return _write_run_files(folder.path, resolved)
+
+    try:
+        run_id = on_first_rank(mesh, take)
+        on_every_rank(mesh, lambda: _writable(config, lambda: register_rank(config.run.dir, mesh.world.rank)))
+        yield Path(config.run.dir), run_id
+    finally:
+        for folder in held:
+            folder.release()
+
+
+def _write_run_files(run_dir: Path, resolved: dict) -> str:
+    """run.json (id and starts) and config.json (of the newest start); returns the run's id."""
+
+    def write() -> str:
+        file = run_dir / "run.json"
+        facts = json.loads(file.read_text()) if file.is_file() else {"run_id": uuid.uuid4().hex[:8], "starts": []}
+        facts["starts"].append({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "pid": os.getpid()})
+        for name, content in (("run.json", facts), ("config.json", resolved)):
+            partial = run_dir / f".{name}.partial"
+            partial.write_text(json.dumps(content, indent=1))
+            os.replace(partial, run_dir / name)
+        return facts["run_id"]
+
+    return _writable_dir(run_dir, write)
+
+
+def _writable(config: Config, action):
+    return _writable_dir(Path(config.run.dir), action)
+
+
+def _writable_dir(run_dir: Path, action):
+    try:
+        return action()
+    except OSError as error:
+        for partial in run_dir.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
+        raise UserError(f"run.dir={run_dir}: cannot be written ({error.strerror}); free some space or choose another with run.dir=…") from None
+
+
+@contextlib.contextmanager
+def _out_of_memory(config: Config, device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error into one line: what was measured, and the three cheapest levers."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        used, reserved = torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
+        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+        raise UserError(
+            f"out of memory on {device}: peak {used:.1f} GiB in tensors, {reserved:.1f} reserved, of {total:.1f}; cheapest levers: "
+            f"train.recompute=full (now {config.train.recompute.value}), train.micro_batch_tokens={max(config.train.seq_len, config.train.micro_batch_tokens // 2)} "
+            f"(now {config.train.micro_batch_tokens}), more data-parallel ranks (ZeRO-1 shards the optimizer)"
+        ) from None
+
+
+def _first_screen(config: Config, mesh: Mesh, device: torch.device, model: Transformer, train: WindowDataset, heldout: WindowDataset | None,
+                  run_dir: Path, resume_from: Path | None, step: int) -> FirstScreen:
+    counts = count_parameters(model, config.model)
+    held = heldout.describe() if heldout else None
+    return FirstScreen(
+        model=config.model.name,
+        parameters=counts.total,
+        active_parameters=counts.activated,
+        layout=str(mesh),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank",
+        precision=config.train.precision.value,
+        engine=config.engine.kind.value,
+        optimizer=config.optim.kind.value,
+        tokens_per_step=config.train.global_batch_tokens,
+        micro_batches=config.micro_batches_per_step(mesh.dp.size),
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        num_steps=config.train.num_steps,
+        seq_len=config.train.seq_len,
+        data=train.summary(),
+        heldout=f"{held['documents']:,} documents, {held['tokens']:,} tokens, {min(config.train.eval_windows, held['windows'])} windows evaluated" if held else "none",
+        ops=status(),
+        run_dir=str(run_dir),
+        resumed=f"step {step} of {resume_from}" if resume_from else "",
+    )
+
+
+def _write_reference_lines(config: Config, train: WindowDataset, heldout: WindowDataset | None, run_dir: Path, monitor: Monitor) -> None:
+    if heldout is None:
+        return
+    lines = reference_bits_per_byte(train, heldout, config.data.cache_path())
+    (run_dir / "baselines.json").write_text(json.dumps(lines, indent=1))
+    monitor.event("reference", ", ".join(f"{k} {v:.3f}" for k, v in lines.items()) + " bits/byte on held-out text")
