@@ -87,7 +87,7 @@ class KDA(KeepWide):
         convs = ((self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d))
         (q, q_last), (k, k_last), (v, v_last) = (conv(proj(x_TD), cu, h, output_state) for (proj, conv), h in zip(convs, history))
         heads = (c.num_heads, c.head_dim)
-        o_THK, recurrent = self.core(x_TD)(
+        o_THK, recurrent = self.core(x_TD, stream)(
             q.unflatten(-1, heads),
             k.unflatten(-1, heads),
             v.unflatten(-1, heads),
@@ -111,7 +111,7 @@ class KDA(KeepWide):
             return self.g_proj(x_TD)
         return self.g_b_proj(self.g_a_proj(x_TD))
 
-    def core(self, x_TD: torch.Tensor):
+    def core(self, x_TD: torch.Tensor, stream: Stream):
         """The backend for this device and dtype. Facts that a layer on the meta device cannot know, so: on first use."""
         facts = dict(device=x_TD.device.type, dtype=x_TD.dtype, training=torch.is_grad_enabled())
         if facts != self._core_facts:

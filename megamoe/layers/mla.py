@@ -53,8 +53,15 @@ class MLA(nn.Module):
     def forward(self, x_TD: torch.Tensor, stream: Stream) -> torch.Tensor:
         """x_TD: (T, D) normalised layer input. Returns (T, D) in x's dtype."""
         q_THQ, k_THQ, v_THV = self.project(x_TD, stream.positions_T)
-        core = backend_for(x_TD.device.type, x_TD.dtype, q_THQ.shape[-1], v_THV.shape[-1], self.config.backend)
-        o_THV = core(q_THQ, k_THQ, v_THV, cu_seqlens=stream.cu_seqlens, scale=softmax_scale(self.config), max_seqlen=stream.max_seqlen)
+        o_THV = self.core(q_THQ, v_THV)(q_THQ, k_THQ, v_THV, cu_seqlens=stream.cu_seqlens, scale=softmax_scale(self.config), max_seqlen=stream.max_seqlen)
+        return self.output(o_THV, x_TD)
+
+    def core(self, q_THQ: torch.Tensor, v_THV: torch.Tensor):
+        """The attention backend for these tensors."""
+        return backend_for(q_THQ.device.type, q_THQ.dtype, q_THQ.shape[-1], v_THV.shape[-1], self.config.backend)
+
+    def output(self, o_THV: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
+        """Gate and project the heads' outputs. (T, D) in x's dtype."""
         o_TC = o_THV.flatten(-2)
         if self.config.output_gate:
             o_TC = torch.sigmoid(self.g_proj(x_TD).to(o_TC.dtype)) * o_TC
@@ -62,20 +69,33 @@ class MLA(nn.Module):
 
     def project(self, x_TD: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries (T, H, Q), keys (T, H, Q) and values (T, H, V) of the attention core."""
+        return self.queries(x_TD, positions_T), *self.keys_values(self.latent(x_TD, positions_T))
+
+    def queries(self, x_TD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """(T, H, Q)."""
         c = self.config
         q = self.q_proj(x_TD) if c.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
         q_THQ = q.unflatten(-1, (c.num_heads, c.qk_head_dim))
-        latent_TL, shared_TR = self.kv_a_proj_with_mqa(x_TD).split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent_TL)).unflatten(-1, (c.num_heads, -1))
-        k_nope, v_THV = kv.split([c.qk_nope_head_dim, c.v_head_dim], -1)
-        shared_T1R = shared_TR.unsqueeze(1)
         if c.rope is not RopeKind.none:
-            cos, sin = rotation(c, positions_T)
             q_nope, q_rope = q_THQ.split([c.qk_nope_head_dim, c.qk_rope_head_dim], -1)
-            q_THQ = torch.cat([q_nope, rotate(q_rope, cos, sin)], -1)
-            shared_T1R = rotate(shared_T1R, cos, sin)
-        k_THQ = torch.cat([k_nope, shared_T1R.expand(-1, c.num_heads, -1)], -1)
-        return q_THQ, k_THQ, v_THV
+            q_THQ = torch.cat([q_nope, rotate(q_rope, *rotation(c, positions_T))], -1)
+        return q_THQ
+
+    def latent(self, x_TD: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """(T, L + R): the normalised latent and the key part that all heads share. All that later tokens need of a token."""
+        c = self.config
+        latent_TL, shared_TR = self.kv_a_proj_with_mqa(x_TD).split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        if c.rope is not RopeKind.none:
+            shared_TR = rotate(shared_TR.unsqueeze(1), *rotation(c, positions_T)).squeeze(1)
+        return torch.cat([self.kv_a_layernorm(latent_TL), shared_TR], -1)
+
+    def keys_values(self, latent_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (T, H, Q) and values (T, H, V) out of `latent`."""
+        c = self.config
+        latent_TL, shared_TR = latent_TM.split([c.kv_lora_rank, c.qk_rope_head_dim], -1)
+        kv = self.kv_b_proj(latent_TL).unflatten(-1, (c.num_heads, -1))
+        k_nope, v_THV = kv.split([c.qk_nope_head_dim, c.v_head_dim], -1)
+        return torch.cat([k_nope, shared_TR.unsqueeze(1).expand(-1, c.num_heads, -1)], -1), v_THV
 
 
 def softmax_scale(config: MLAConfig) -> float:

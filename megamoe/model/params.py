@@ -38,6 +38,8 @@ class ParamInfo:
             of so many rows, one after the other.
         weight_decay: whether decay applies.
         keep_wide: stays in fp32 when the model is cast to bf16.
+        reduce_axis: the mesh axis over which gradients are summed: its ranks hold this same slice and a part of the sum
+            each. All ranks of the pipeline stage for what every one of them holds; `parallel/plan.py` says otherwise.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ParamInfo:
     muon_blocks: tuple[str, int] | None = None
     weight_decay: bool = False
     keep_wide: bool = False
+    reduce_axis: str = "stage"
 
     @property
     def is_expert(self) -> bool:
