@@ -11,6 +11,7 @@ down as arguments: nothing below `train/` asks a global for its rank.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,7 +38,13 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes by name. `dp_cp` reduces dense gradients, `edp` those of experts, `model` is one full copy of the model."""
+    """Axes by name.
+
+    Gradients are summed over `stage` where every rank of a pipeline stage holds the parameter, over `dp_cp` where it is
+    cut over tp, over `edp` for experts, over `ends` for an embedding that the first and the last stage both hold.
+    `model` is one full copy of the model. `channels` are the directed pipeline edges of this rank: (from, to, "F" or
+    "B") with pipeline ranks, each a group of its own, so that no message waits behind one of another direction.
+    """
 
     world: Axis = field(default_factory=Axis)
     pp: Axis = field(default_factory=Axis)
@@ -49,6 +56,8 @@ class Mesh:
     edp: Axis = field(default_factory=Axis)
     model: Axis = field(default_factory=Axis)
     stage: Axis = field(default_factory=Axis)
+    ends: Axis = field(default_factory=Axis)
+    channels: dict[tuple[int, int, str], dist.ProcessGroup] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None
 
     def __str__(self) -> str:
@@ -57,8 +66,8 @@ class Mesh:
         return f"{self.world.size} rank{'s' * (self.world.size > 1)}: dense {dense}; experts {sparse}"
 
 
-def rank_grids(config: ParallelConfig, world_size: int) -> dict[str, torch.Tensor]:
-    """Rows of global ranks of every axis, as int64 (groups, size). Pure: needs no process group.
+def rank_grids(config: ParallelConfig, world_size: int) -> dict[str, Sequence[torch.Tensor]]:
+    """Rows of global ranks of every axis, int64: (groups, size), for `ends` a list of rows. Pure: needs no process group.
 
     Raises:
         UserError: a world size the layout does not fit.
@@ -67,6 +76,10 @@ def rank_grids(config: ParallelConfig, world_size: int) -> dict[str, torch.Tenso
     pp, cp, tp, ep = config.pp, config.cp, config.tp, config.ep
     grid = torch.arange(world_size).view(pp, dp, cp, tp)
     stage = grid.reshape(pp, dp * cp * tp)
+    dp_cp = grid.permute(0, 3, 1, 2).reshape(pp, tp, dp * cp)
+    # Ranks of middle stages hold no embedding; rows of their own keep this a partition of the world.
+    ends = [torch.cat([dp_cp[0, t], dp_cp[-1, t]]) if pp > 1 else dp_cp[0, t] for t in range(tp)]
+    ends += [dp_cp[p, t] for p in range(1, pp - 1) for t in range(tp)]
     sparse = stage.view(pp, dp * cp * tp // ep, ep)
     return {
         "world": grid.reshape(1, -1),
@@ -74,11 +87,12 @@ def rank_grids(config: ParallelConfig, world_size: int) -> dict[str, torch.Tenso
         "dp": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp": grid.reshape(-1, tp),
-        "dp_cp": grid.permute(0, 3, 1, 2).reshape(-1, dp * cp),
+        "dp_cp": dp_cp.reshape(-1, dp * cp),
         "ep": sparse.reshape(-1, ep),
         "edp": sparse.permute(0, 2, 1).reshape(-1, dp * cp * tp // ep),
         "model": grid.permute(1, 2, 0, 3).reshape(-1, pp * tp),
         "stage": stage,
+        "ends": ends,
     }
 
 
@@ -99,16 +113,26 @@ def build_mesh(config: ParallelConfig) -> Mesh:
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     axes = {}
     for name, rows in rank_grids(config, world_size).items():
-        for row in map(tuple, rows.tolist()):
+        for row in (tuple(row.tolist()) for row in rows):
             if len(row) > 1 and row not in groups:
                 groups[row] = dist.new_group(list(row), timeout=timeout)
             if me in row:
                 axes[name] = Axis(len(row), row.index(me), row, groups.get(row))
+    channels = {}
+    for row in rank_grids(config, world_size)["pp"].tolist() if config.pp > 1 else []:
+        # The way back from the last rank to the first exists for virtual stages only.
+        for a in range(config.pp if config.vpp > 1 else config.pp - 1):
+            b = (a + 1) % config.pp
+            for edge in ((a, b, "F"), (b, a, "B")):
+                group = dist.new_group(sorted([row[a], row[b]]), timeout=timeout)
+                groups[(row[edge[0]], row[edge[1]], edge[2])] = group
+                if me in (row[a], row[b]):
+                    channels[edge] = group
     # Counters and stop flags travel here: a CPU group, so that reading them never waits for the device.
     control = None
     if world_size > 1:
         control = dist.new_group(list(range(world_size)), timeout=timeout, backend="gloo")
-    mesh = Mesh(**axes, control=control)
+    mesh = Mesh(**axes, channels=channels, control=control)
     _warm_up(groups)
     return mesh
 

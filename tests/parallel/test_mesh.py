@@ -8,13 +8,13 @@ from megamoe.parallel.config import ParallelConfig
 from megamoe.parallel.mesh import rank_grids
 from megamoe.utils.errors import UserError
 
-LAYOUTS = [dict(), dict(tp=2), dict(pp=2, tp=2), dict(pp=2, cp=2, tp=2, ep=4), dict(ep=8), dict(cp=4, ep=2)]
+LAYOUTS = [dict(), dict(tp=2), dict(pp=2, tp=2), dict(pp=4, tp=2), dict(pp=2, cp=2, tp=2, ep=4), dict(ep=8), dict(cp=4, ep=2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_axis_partitions_the_world(layout):
     for name, rows in rank_grids(ParallelConfig(**layout), 16).items():
-        assert sorted(rows.flatten().tolist()) == list(range(16)), name
+        assert sorted(rank for row in rows for rank in row.tolist()) == list(range(16)), name
 
 
 def test_tp_neighbours_are_adjacent_and_ep_stays_in_a_stage():
