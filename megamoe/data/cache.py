@@ -57,7 +57,7 @@ def cached_folder(root: Path, kind: str, key: dict, build: Callable[[Path], None
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR, errno.EEXIST):
             raise UserError(
                 f"data.cache_dir={root} cannot be written ({error.strerror}); set data.cache_dir or MEGAMOE_CACHE to another folder"
             ) from error

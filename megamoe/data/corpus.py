@@ -9,7 +9,6 @@ so that the held-out split follows the text, not the tokenizer: runs with differ
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,6 @@ import xxhash
 from megamoe.data.indexed import IndexedWriter, token_dtype
 from megamoe.data.tokenizer import Tokenizer
 from megamoe.utils.errors import UserError
-
-log = logging.getLogger(__name__)
 
 # Enough text per call that the tokenizer's threads stay busy, little enough that ids of one batch stay small in memory.
 _ENCODE_BATCH_BYTES = 4 << 20
@@ -39,11 +36,11 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def stdlib_documents() -> list[str]:
-    """The standard library as texts, one per file, exactly as on disk.
+def stdlib_documents() -> tuple[list[str], int]:
+    """The standard library as texts, one per file, exactly as on disk, and how many files were left out.
 
-    Some test files are deliberately not UTF-8: those are left out and counted in a warning. Reading all takes about
-    0.1 s and 31 MB, so the list is simply kept in memory while it is encoded.
+    Some test files are deliberately not UTF-8: those are left out. Reading all takes about 0.1 s and 31 MB, so the
+    list is simply kept in memory while it is encoded.
     """
     texts, skipped = [], 0
     for path in stdlib_files():
@@ -51,11 +48,9 @@ def stdlib_documents() -> list[str]:
             texts.append(path.read_bytes().decode("utf-8"))
         except UnicodeDecodeError:
             skipped += 1
-    if skipped:
-        log.warning("left out %d of %d standard library files that are not UTF-8", skipped, skipped + len(texts))
     if not any(texts):
         raise UserError(f"data.source=stdlib: no library sources under {sysconfig.get_path('stdlib')} (empty corpus); use data.source=text with data.paths")
-    return texts
+    return texts, skipped
 
 
 def text_hash(text: str | bytes) -> int:

@@ -46,11 +46,18 @@ class PackingIndex:
     def save(self, folder: Path) -> None:
         """One .npy per field: unlike the members of an .npz, these can be mapped, and ranks of a host share the pages."""
         for f in fields(self):
-            np.save(folder / f"{f.name}.npy", getattr(self, f.name))
+            _save_array(folder / f"{f.name}.npy", np.ascontiguousarray(getattr(self, f.name)))
 
     @classmethod
     def load(cls, folder: Path) -> PackingIndex:
         return cls(**{f.name: np.load(folder / f"{f.name}.npy", mmap_mode="r") for f in fields(cls)})
+
+
+def _save_array(path: Path, array: np.ndarray) -> None:
+    """np.save, except that a full disk raises OSError with its errno: numpy's own writer raises one without."""
+    with open(path, "wb") as f:
+        np.lib.format.write_array_header_1_0(f, np.lib.format.header_data_from_array_1_0(array))
+        f.write(memoryview(array).cast("B") if array.size else b"")
 
 
 def pack_best_fit(pairs_n: np.ndarray, seq_len: int, *, seed: int, window_documents: int) -> PackingIndex:

@@ -103,7 +103,7 @@ def prepare(
                 raise
             shutil.rmtree(parts)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOTDIR):
             raise UserError(f"{output} cannot be written: {error.strerror}; free space or choose another output, then run again to continue") from error
         raise
     return {**counts, "recipe": recipe, "reused_jobs": reused, "jobs": len(jobs), "seconds": time.monotonic() - began}

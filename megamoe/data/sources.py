@@ -69,7 +69,7 @@ def auto_tokenizer(sample: Sequence[str], vocab_size: int, cache_root: Path) -> 
 
 
 def _stdlib(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedPrefix], list[NamedPrefix]]:
-    texts = stdlib_documents()
+    texts, skipped = stdlib_documents()
     cache_root = config.cache_path()
     if config.tokenizer == "auto":
         total_bytes = sum(len(text) for text in texts)
@@ -82,6 +82,8 @@ def _stdlib(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedP
         corpus.update(text_hash(text).to_bytes(8, "little"))
 
     def build(folder: Path) -> None:
+        if skipped:
+            log.warning("left out %d of %d standard library files that are not UTF-8", skipped, skipped + len(texts))
         log.info("encoding %d standard library files (once, cached)", len(texts))
         began = time.monotonic()
         counts = write_documents(texts, tokenizer, folder / "corpus")

@@ -207,7 +207,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
+    # Not tokenizer.save: on a full disk that raises a bare Exception.
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
 def _find_eod(special: set[str], eod_token: str, path: Path) -> str:
