@@ -23,7 +23,7 @@ from megamoe.utils.redact import redact
 DEFAULT_SERVER = "https://api.wandb.ai"
 MIN_KEY_LENGTH = 40
 CONNECT_TIMEOUT_S = 2.0
-INIT_TIMEOUT_S = 20.0
+INIT_TIMEOUT_S = 10.0
 FINISH_TIMEOUT_S = 20.0
 UTILISATION_BINS = 64
 IMAGE_INTERVAL_S = 60.0
@@ -84,6 +84,8 @@ class WandbSink:
                 return
             except Exception as error:  # noqa: BLE001 - a refused key and a dying network look alike: stay offline
                 self.mode, self.reason = "offline", " ".join(str(error).split())[:200]
+                # Its background service still holds the run's id for the attempt that failed.
+                wandb.teardown()
         self._init(wandb, config, run_dir, resolved, run_id)
 
     def _init(self, wandb, config: MonitorConfig, run_dir: str | Path, resolved: dict, run_id: str) -> None:

@@ -38,13 +38,16 @@ def probe(device: str) -> list[Feature]:
     return [fused_adamw(device), fused_rms_norm(device)]
 
 
-def fused_adamw(device: str) -> Feature:
-    """AdamW in one kernel: apex's FusedAdam, else torch's fused AdamW on a GPU, else torch's AdamW."""
+def fused_adamw(device: str, *, gpu: bool | None = None) -> Feature:
+    """AdamW in one kernel: apex's FusedAdam, else torch's fused AdamW on a GPU, else torch's AdamW.
+
+    `gpu` says whether apex may be asked; None reads it off the device.
+    """
     import functools
 
     import torch
 
-    found, why = _find("apex.optimizers", "FusedAdam", device)
+    found, why = _find("apex.optimizers", "FusedAdam", device.startswith("cuda") if gpu is None else gpu)
     if found is not None:
         why = _disagreement(lambda: _adamw_steps(found, device), lambda: _adamw_steps(torch.optim.AdamW, device))
         if why is None:
@@ -54,14 +57,14 @@ def fused_adamw(device: str) -> Feature:
     return Feature("fused AdamW", "torch", why, torch.optim.AdamW)
 
 
-def fused_rms_norm(device: str) -> Feature:
-    """RMSNorm in one kernel: apex's functional form, else torch's. Called as (x, shape, weight, eps)."""
+def fused_rms_norm(device: str, *, gpu: bool | None = None) -> Feature:
+    """RMSNorm in one kernel: apex's functional form, else torch's. Called as (x, shape, weight, eps). `gpu` as above."""
     import torch
 
     def ours(x, shape, weight, eps):
         return torch.nn.functional.rms_norm(x, shape, weight, eps)
 
-    found, why = _find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine", device)
+    found, why = _find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine", device.startswith("cuda") if gpu is None else gpu)
     if found is not None:
 
         def theirs(x, shape, weight, eps):
@@ -73,9 +76,9 @@ def fused_rms_norm(device: str) -> Feature:
     return Feature("fused RMSNorm", "torch", why, ours)
 
 
-def _find(module: str, attribute: str, device: str) -> tuple[object | None, str]:
+def _find(module: str, attribute: str, gpu: bool) -> tuple[object | None, str]:
     """The attribute, or None and the reason. An apex whose import itself breaks is a reason, not an error."""
-    if not device.startswith("cuda"):
+    if not gpu:
         return None, "apex works on GPUs only"
     try:
         found = getattr(importlib.import_module(module), attribute, None)
