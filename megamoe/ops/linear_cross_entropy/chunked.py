@@ -29,12 +29,13 @@ def _product(a, b):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h_TD, weight_VD, labels_T):
-        chunk = max(1, CHUNK_LOGITS // weight_VD.shape[0])
+        chunk = max(1, CHUNK_LOGITS.get(h_TD.device.type, CHUNK_LOGITS["cuda"]) // weight_VD.shape[0])
         loss, lse = [], []
         for h, labels in zip(h_TD.split(chunk), labels_T.split(chunk)):
             logits = _product(h, weight_VD.t())
-            lse.append(logits.logsumexp(-1))
             picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            top = logits.amax(-1)
+            lse.append(logits.sub_(top[:, None]).exp_().sum(-1).log_() + top)  # in place: torch.logsumexp would take two more slices
             loss.append(torch.where(labels == IGNORE_LABEL, 0, lse[-1] - picked))
         lse_T = torch.cat(lse)
         ctx.save_for_backward(h_TD, weight_VD, labels_T, lse_T)
