@@ -76,10 +76,17 @@ __device__ __forceinline__ uint32_t off64_pair(int row, int pair) { return off64
 
 // This lane's row and 16-byte unit, relative to a 16x16 block, for the four ways of reading an operand.
 struct LaneBlock { int row, unit; };
+// Blocks further right flip bits 5-7 of the swizzled offset (XOR with 32 * block), blocks further down add 16 rows: from one lane
+// offset, (offset ^ (n << 5)) + k * 16 * row_bytes is block (k, n). Image addresses are multiples of 256.
 // A from [m][k], or B from [k][n] with ldsm4_t (two n-tiles: r0 r1, r2 r3).
 __device__ __forceinline__ LaneBlock lane_straight(int lane) { return {lane & 15, lane >> 4}; }
 // A from [k][m] with ldsm4_t, or B from [n][k] with ldsm4 (two n-tiles: r0 r1, r2 r3).
 __device__ __forceinline__ LaneBlock lane_crossed(int lane) { return {(lane & 7) + ((lane >> 4) << 3), (lane >> 3) & 1}; }
+
+__device__ __forceinline__ uint32_t lane_off128(LaneBlock b) { return off128(b.row, b.unit); }
+__device__ __forceinline__ uint32_t lane_off64(LaneBlock b) { return off64(b.row, b.unit); }
+__device__ __forceinline__ uint32_t block128(uint32_t lane_offset, int k, int n) { return (lane_offset ^ (n << 5)) + k * 4096; }
+__device__ __forceinline__ uint32_t block64(uint32_t lane_offset, int k, int n) { return (lane_offset ^ (n << 5)) + k * 2048; }
 
 __device__ __forceinline__ void pack_a(uint32_t (&a)[4], const float (&c0)[4], const float (&c1)[4]) {
   a[0] = pack_bf16(c0[0], c0[1]), a[1] = pack_bf16(c0[2], c0[3]);
@@ -90,11 +97,16 @@ __device__ __forceinline__ void negate_a(uint32_t (&out)[4], const uint32_t (&in
   for (int i = 0; i < 4; i++) out[i] = in[i] ^ 0x80008000u;
 }
 
-// σ(x) and 1 - σ(x), both to full relative precision; e^A z comes in already times log2 e.
+// σ(x) and 1 - σ(x), both to full relative precision; x comes in already times log2 e.
 __device__ __forceinline__ void sigmoid2(float x2, float& s, float& one_minus_s) {
-  float e = ex2(-fabsf(x2)), inv = 1.f / (1.f + e);
-  s = x2 >= 0.f ? inv : e * inv;
-  one_minus_s = x2 >= 0.f ? e * inv : inv;
+  const float e = ex2(-max_nan(x2, -126.f));
+  s = rcp(1.f + e);
+  one_minus_s = e * s;
+}
+__device__ __forceinline__ float sigmoid2(float x2) { return rcp(1.f + ex2(-max_nan(x2, -126.f))); }
+__device__ __forceinline__ int64_t doc_start(const Args& p, int n) {
+  if (!p.cu_seqlens) return n ? p.num_tokens : 0;
+  return p.cu_is_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[n] : static_cast<const int*>(p.cu_seqlens)[n];
 }
 __device__ __forceinline__ float load_beta_logit(const Args& p, int64_t token, int head) {
   int64_t i = token * p.beta_token_stride + head * p.beta_head_stride;
@@ -103,12 +115,17 @@ __device__ __forceinline__ float load_beta_logit(const Args& p, int64_t token, i
 __device__ __forceinline__ uint32_t load_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
 __device__ __forceinline__ float gate_rate2(const Args& p, int head) { return (p.a_log ? ex2(p.a_log[head] * kLog2e) : 1.f) * kLog2e; }
 
-// Loads up to 64 rows of one head into a [64][128] image, zero beyond `rows`; `threads` threads take part.
-__device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int64_t token0, int rows, int head, int tid, int threads) {
-  for (int i = tid; i < kChunk * 16; i += threads) {
-    int row = i >> 4, unit = i & 15;
-    bool live = row < rows;
-    cp_async16(dst + off128(row, unit), src.at(token0 + (live ? row : 0), head) + unit * 8, live);
+// Loads up to 64 rows of one head into a [64][128] image, zero beyond `rows`; threads 0..kThreads-1 take part.
+template <int kThreads>
+__device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int64_t token0, int rows, int head, int tid) {
+  constexpr int kStep = kThreads / 16;  // rows; a multiple of 8, so the swizzle repeats
+  const int row = tid >> 4, unit = tid & 15;
+  const uint16_t* from = src.at(token0 + row, head) + unit * 8;
+  const uint32_t to = dst + off128(row, unit);
+#pragma unroll
+  for (int i = 0; i < kChunk / kStep; i++) {
+    cp_async16(to + i * kStep * 256, from, row + i * kStep < rows);
+    from += kStep * src.token_stride;
   }
 }
 // 1/||x|| of rows of an image, half a warp a row: lane's 16-byte unit -> the row's sum over 16 lanes.

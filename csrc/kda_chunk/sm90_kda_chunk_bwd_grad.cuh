@@ -15,378 +15,457 @@ constexpr int kLdGate = 132;  // fp32 row of a 128-wide matrix
 struct GradSmem {
   static constexpr int k = 0, q = k + kImage128, kd = q + kImage128, dout = kd + kImage128, dv = dout + kImage128, vt = dv + kImage128;
   static constexpr int s = vt + kImage128, ds = s + kImageState, dp = ds + kImageState, dl = dp + kImage64, gate = dl + kImage64;
-  static constexpr int total = gate + kChunk * kLdGate * 4;             // [8][128] gate sums over eight rows
-  static constexpr int state_part = total;                             // then [8][128] sums over v of S dS
-  static constexpr int tails = dout, bias_part = dv;                   // [8][128] each, once the products are done
-  static constexpr int first = total + 8 * kDim * 4;                   // [4][128]
-  static constexpr int hop = first + kTiles * kDim * 4;                // [3][128] e^(R_J+1 - R_J)
-  static constexpr int start = hop + 3 * kDim * 4;                     // [128] e^(R_0 - shift)
-  static constexpr int end = start + kDim * 4;                         // [4][128] e^(G_C - R_I + shift)
-  static constexpr int decay = end + kTiles * kDim * 4;                // [128] e^(G_C)
-  static constexpr int end_part = decay + kDim * 4;                    // [4][128]
-  static constexpr int row_part = end_part + kTiles * kDim * 4;        // [3][4][64]
-  static constexpr int rstd = row_part + 12 * kChunk * 4;              // [2][64]
+  static constexpr int tails = dp, bias_part = dp + 8 * kDim * 4;  // [8][128] each, over dP and dL once the products are done
+  static constexpr int total = gate + kChunk * kLdGate * 4;         // [8][128] gate sums over eight rows
+  static constexpr int first = total + 8 * kDim * 4;               // [4][128] gate of a tile's first row
+  static constexpr int end_part = total;                           // [4][128] and
+  static constexpr int row_part = end_part + kTiles * kDim * 4;    // [3][4][64], over the gate sums once the anchors are known
+  static constexpr int state_part = first + kTiles * kDim * 4;     // [8][128] sums over v of S dS
+  static constexpr int hop = state_part + 8 * kDim * 4;            // [3][128] e^(R_J+1 - R_J)
+  static constexpr int start = hop + 3 * kDim * 4;                 // [128] e^(R_0 - shift)
+  static constexpr int end = start + kDim * 4;                     // [4][128] e^(G_C - R_I + shift)
+  static constexpr int decay = end + kTiles * kDim * 4;            // [128] e^(G_C)
+  static constexpr int rstd = decay + kDim * 4;                    // [64] of k, then of q
   static constexpr int beta = rstd + 2 * kChunk * 4, vdot = beta + kChunk * 4;
-  static constexpr int warp_part = vdot + kChunk * 4;                  // [16]
+  static constexpr int warp_part = vdot + kChunk * 4;              // [16]
   static constexpr int bars = warp_part + 64, bytes = bars + 16;
 };
+static_assert(GradSmem::row_part + 12 * kChunk * 4 <= GradSmem::state_part, "the row sums fit over the gate sums");
 static_assert(GradSmem::bytes <= 227 * 1024, "one block per SM");
 
+// A chunk of one head, and what its first phase needs: in flight while the previous one is finished.
+struct GradItem {
+  int head, rows;
+  int64_t token0;
+  size_t image, part;
+};
+struct GradRows {
+  uint4 q[2], k[2];
+  uint32_t g[8];
+  float2 bias;
+  float rate2, beta_logit;
+};
+
+// Persistent: a block takes items blockIdx.x, + gridDim.x, … Per item six barriers, S1 to S6; the next item's images are asked for after S2,
+// when S, dS, v~, do and dv have been read for the last time, its rows (into registers) after S4.
 __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args p) {
-  const int hl = blockIdx.x % p.heads, chunk = blockIdx.x / p.heads, head = p.head0 + hl;
-  if (chunk >= p.doc_chunk[p.num_docs]) return;
-  const int4 info = p.chunks[chunk];
-  const int64_t token0 = info.x;
-  const int rows = info.y;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-  const size_t image = static_cast<size_t>(chunk) * p.heads + hl;
+  const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
   unsigned char* sm = dynamic_smem();
-  const uint32_t base = smem_addr(sm);
+  const uint32_t base = smem_addr(sm), bar0 = base + GradSmem::bars, bar1 = bar0 + 8;
   auto table = [sm](int offset) { return reinterpret_cast<float*>(sm + offset); };
   float *total = table(GradSmem::total), *first = table(GradSmem::first), *hop = table(GradSmem::hop), *start = table(GradSmem::start), *end = table(GradSmem::end);
   float *decay = table(GradSmem::decay), *end_part = table(GradSmem::end_part), *state_part = table(GradSmem::state_part), *row_part = table(GradSmem::row_part);
-  float *tails = table(GradSmem::tails), *bias_part = table(GradSmem::bias_part);
   float *rstd = table(GradSmem::rstd), *beta = table(GradSmem::beta), *vdot = table(GradSmem::vdot), *gate = table(GradSmem::gate);
+  float *tails = table(GradSmem::tails), *bias_part = table(GradSmem::bias_part), *warp_part = table(GradSmem::warp_part);
 
-  if (tid == 0) {
-    mbar_init(base + GradSmem::bars, 1);
-    mbar_init(base + GradSmem::bars + 8, 1);
-    fence_mbar_init();
-    mbar_expect(base + GradSmem::bars, kImage128 + kImageState);
-    bulk_load(base + GradSmem::vt, p.vt + image * kImage128, kImage128, base + GradSmem::bars);
-    bulk_load(base + GradSmem::s, p.s + image * kImageState, kImageState, base + GradSmem::bars);
-    mbar_expect(base + GradSmem::bars + 8, kImageState);
-    bulk_load(base + GradSmem::ds, p.ds + image * kImageState, kImageState, base + GradSmem::bars + 8);
-  }
-  load_image128(base + GradSmem::k, p.k, token0, rows, head, tid, kGradThreads);
-  load_image128(base + GradSmem::q, p.q, token0, rows, head, tid, kGradThreads);
-  cp_async_commit();
-  load_image128(base + GradSmem::dout, p.dout, token0, rows, head, tid, kGradThreads);
-  load_image128(base + GradSmem::dv, Rows{p.dv.ptr, p.dv.token_stride, p.dv.head_stride}, token0, rows, head, tid, kGradThreads);
-  cp_async_commit();
+  // Three ways of sharing 64 x 128 elements out: eight rows of a channel pair; half a warp a row; a fragment of warp (it, cq).
+  const int group = warp >> 1, pair = tid & 63;
+  const int half_row = tid >> 4, unit = tid & 15;
+  const int it = warp >> 2, cq = warp & 3, g = lane >> 2, t = lane & 3, ch0 = cq * 32 + 2 * t, r0 = it * kTile + g;
 
-  // Gate: a thread owns eight rows (half a tile) of a channel pair.
-  const int group = tid >> 6, pair = tid & 63, tile_of_group = group >> 1;
-  const float rate2 = gate_rate2(p, head), lb2 = p.lower_bound * kLog2e;
-  const float bias0 = p.dt_bias ? p.dt_bias[head * kDim + 2 * pair] : 0.f, bias1 = p.dt_bias ? p.dt_bias[head * kDim + 2 * pair + 1] : 0.f;
-  uint32_t raw[8];
-  {
-#pragma unroll
-    for (int r = 0; r < 8; r++) raw[r] = group * 8 + r < rows ? load_u32(p.g.at(token0 + group * 8 + r, head) + 2 * pair) : 0u;
-    float c0[8], c1[8], run0 = 0.f, run1 = 0.f;
-#pragma unroll
-    for (int r = 0; r < 8; r++) {
-      if (group * 8 + r < rows) {
-        float s0, s1, unused;
-        sigmoid2(rate2 * (bf_lo(raw[r]) + bias0), s0, unused);
-        sigmoid2(rate2 * (bf_hi(raw[r]) + bias1), s1, unused);
-        run0 += lb2 * s0, run1 += lb2 * s1;
-      }
-      c0[r] = run0, c1[r] = run1;
+  auto item_at = [&](int i) {
+    const int chunk = i / p.heads, hl = i - chunk * p.heads;
+    const int4 info = p.chunks[chunk];
+    GradItem x;
+    x.head = p.head0 + hl, x.rows = info.y, x.token0 = info.x;
+    x.image = i, x.part = static_cast<size_t>(chunk) * p.num_heads + x.head;
+    return x;
+  };
+  auto ask_for_images = [&](const GradItem& x) {
+    if (tid == 0) {
+      mbar_expect(bar0, kImage128 + kImageState);
+      bulk_load(base + GradSmem::vt, p.vt + x.image * kImage128, kImage128, bar0);
+      bulk_load(base + GradSmem::s, p.s + x.image * kImageState, kImageState, bar0);
+      mbar_expect(bar1, kImageState);
+      bulk_load(base + GradSmem::ds, p.ds + x.image * kImageState, kImageState, bar1);
     }
-    total[group * kDim + 2 * pair] = run0, total[group * kDim + 2 * pair + 1] = run1;
-    if (!(group & 1)) first[tile_of_group * kDim + 2 * pair] = c0[0], first[tile_of_group * kDim + 2 * pair + 1] = c1[0];
-    if (tid < kChunk) {
-      float s = 0.f, unused;
-      if (tid < rows) sigmoid2(load_beta_logit(p, token0 + tid, head) * kLog2e, s, unused);
-      beta[tid] = s;
-    }
-    cp_async_wait<1>();
-    __syncthreads();
-    const float f0 = first[tile_of_group * kDim + 2 * pair] - (group & 1 ? total[(group - 1) * kDim + 2 * pair] : 0.f) - kShift;
-    const float f1 = first[tile_of_group * kDim + 2 * pair + 1] - (group & 1 ? total[(group - 1) * kDim + 2 * pair + 1] : 0.f) - kShift;
+    load_image128<kGradThreads>(base + GradSmem::dout, p.dout, x.token0, x.rows, x.head, tid);
+    load_image128<kGradThreads>(base + GradSmem::dv, Rows{p.dv.ptr, p.dv.token_stride, p.dv.head_stride}, x.token0, x.rows, x.head, tid);
+    cp_async_commit();
+  };
+  auto load_half_rows = [&](uint4(&out)[2], const Rows& src, const GradItem& x) {
+    const uint16_t* from = src.at(x.token0 + half_row, x.head) + unit * 8;
 #pragma unroll
-    for (int r = 0; r < 8; r++) *reinterpret_cast<float2*>(gate + (group * 8 + r) * kLdGate + 2 * pair) = make_float2(c0[r] - f0, c1[r] - f1);  // G - R + shift
-  }
-  if (tid < kDim) {
-    float R[kTiles], sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) {
-      R[i] = sum + first[i * kDim + tid];
-      sum += total[2 * i * kDim + tid] + total[(2 * i + 1) * kDim + tid];
-    }
-#pragma unroll
-    for (int i = 0; i < kTiles; i++) {
-      if (i) hop[(i - 1) * kDim + tid] = ex2(R[i] - R[i - 1]);
-      end[i * kDim + tid] = ex2(sum - R[i] + kShift);
-    }
-    start[tid] = ex2(R[0] - kShift), decay[tid] = ex2(sum);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    int row = warp * 4 + i * 2 + (lane >> 4);
-    float sk = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + GradSmem::k + off128(row, lane & 15)));
-    float sq = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + GradSmem::q + off128(row, lane & 15)));
-    if ((lane & 15) == 0) rstd[row] = rsqrt_fast(sk + kL2Eps), rstd[kChunk + row] = rsqrt_fast(sq + kL2Eps);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int r = 0; r < 8; r++) {
-    const int row = group * 8 + r;
-    const uint32_t off = off128_pair(row, pair);
-    const uint32_t kr = load_u32(sm + GradSmem::k + off), qr = load_u32(sm + GradSmem::q + off);
-    const float2 x = *reinterpret_cast<float2*>(gate + row * kLdGate + 2 * pair);
-    const float rk = rstd[row], rq = rstd[kChunk + row] * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(x.x), up1 = ex2(x.y);
-    *reinterpret_cast<uint32_t*>(sm + GradSmem::k + off) = pack_bf16(k0 * up0, k1 * up1);
-    *reinterpret_cast<uint32_t*>(sm + GradSmem::q + off) = pack_bf16(bf_lo(qr) * rq * up0, bf_hi(qr) * rq * up1);
-    *reinterpret_cast<uint32_t*>(sm + GradSmem::kd + off) = pack_bf16(k0 * ex2(-x.x), k1 * ex2(-x.y));
-  }
-  // v·dv of each row, half a warp a row; v is read from global memory, once.
-  cp_async_wait<0>();
-  mbar_wait(base + GradSmem::bars, 0);
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const int row = warp * 4 + i * 2 + (lane >> 4);
-    float s = 0.f;
-    if (row < rows) {
-      const uint4 x = *reinterpret_cast<const uint4*>(p.v.at(token0 + row, head) + (lane & 15) * 8);
-      const uint4 y = *reinterpret_cast<const uint4*>(sm + GradSmem::dv + off128(row, lane & 15));
-      const uint32_t xs[4] = {x.x, x.y, x.z, x.w}, ys[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-      for (int j = 0; j < 4; j++) s += bf_lo(xs[j]) * bf_lo(ys[j]) + bf_hi(xs[j]) * bf_hi(ys[j]);
-    }
-#pragma unroll
-    for (int m = 8; m; m >>= 1) s += shfl_xor(s, m);
-    if ((lane & 15) == 0) vdot[row] = s;
-  }
-
-  // dP = tril(do v~^T), dL = -stril(dv v~^T): ten tile pairs, a warp each.
-  const LaneBlock straight = lane_straight(lane), crossed = lane_crossed(lane);
-  const int g = lane >> 2, t = lane & 3;
-  if (warp < 10) {
-    const int i = warp == 0 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3, j = warp - i * (i + 1) / 2;
-    float dp[2][4] = {}, dl[2][4] = {};
-#pragma unroll
-    for (int ks = 0; ks < 8; ks++) {
-      uint32_t a[4], c[4], b[4];
-      ldsm4(a, base + GradSmem::dout + off128(i * kTile + straight.row, ks * 2 + straight.unit));
-      ldsm4(c, base + GradSmem::dv + off128(i * kTile + straight.row, ks * 2 + straight.unit));
-      ldsm4_t(b, base + GradSmem::vt + off64(ks * 16 + straight.row, j * 2 + straight.unit));
-      mma(dp[0], a, b[0], b[1]);
-      mma(dp[1], a, b[2], b[3]);
-      mma(dl[0], c, b[0], b[1]);
-      mma(dl[1], c, b[2], b[3]);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; n++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int row = i * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
-        const uint32_t off = off64_pair(row, col >> 1);
-        *reinterpret_cast<uint32_t*>(sm + GradSmem::dp + off) = pack_bf16(col <= row ? dp[n][half * 2] : 0.f, col + 1 <= row ? dp[n][half * 2 + 1] : 0.f);
-        *reinterpret_cast<uint32_t*>(sm + GradSmem::dl + off) = pack_bf16(col < row ? -dl[n][half * 2] : 0.f, col + 1 < row ? -dl[n][half * 2 + 1] : 0.f);
-      }
-  }
-  mbar_wait(base + GradSmem::bars + 8, 0);
-  __syncthreads();
-
-  // Sum over v of S·dS per channel, sixteen v a thread.
-  {
-    float s0 = 0.f, s1 = 0.f;
-#pragma unroll
-    for (int r = 0; r < 16; r++) {
-      const uint32_t off = off128_pair(group * 16 + r, pair), x = load_u32(sm + GradSmem::s + off), y = load_u32(sm + GradSmem::ds + off);
-      s0 += bf_lo(x) * bf_lo(y), s1 += bf_hi(x) * bf_hi(y);
-    }
-    state_part[group * kDim + 2 * pair] = s0, state_part[group * kDim + 2 * pair + 1] = s1;
-  }
-
-  const int it = warp >> 2, cq = warp & 3, ch0 = cq * 32 + 2 * t, r0 = it * kTile + g;
-  float aq[4][4] = {}, ak[4][4] = {}, ac[4][4] = {};
-#pragma unroll
-  for (int ks = 0; ks < 8; ks++) {
-    uint32_t a[4], c[4], w[4], b[4];
-    ldsm4(a, base + GradSmem::dout + off128(it * kTile + straight.row, ks * 2 + straight.unit));
-    ldsm4(c, base + GradSmem::dv + off128(it * kTile + straight.row, ks * 2 + straight.unit));
-    ldsm4_t(w, base + GradSmem::vt + off64(ks * 16 + crossed.row, it * 2 + crossed.unit));
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      ldsm4_t(b, base + GradSmem::s + off128(ks * 16 + straight.row, cq * 4 + n * 2 + straight.unit));
-      mma(aq[2 * n], a, b[0], b[1]);
-      mma(aq[2 * n + 1], a, b[2], b[3]);
-      mma(ak[2 * n], c, b[0], b[1]);
-      mma(ak[2 * n + 1], c, b[2], b[3]);
-      ldsm4_t(b, base + GradSmem::ds + off128(ks * 16 + straight.row, cq * 4 + n * 2 + straight.unit));
-      mma(ac[2 * n], w, b[0], b[1]);
-      mma(ac[2 * n + 1], w, b[2], b[3]);
-    }
-  }
-  // Through kg to the chunk's end (into end_part), then to the first anchors.
-#pragma unroll
-  for (int n = 0; n < 4; n++) {
-    const int ch = ch0 + n * 8;
-    const uint32_t x = load_u32(sm + GradSmem::kd + off128_pair(r0, ch >> 1)), y = load_u32(sm + GradSmem::kd + off128_pair(r0 + 8, ch >> 1));
-    float s0 = bf_lo(x) * ac[n][0] + bf_lo(y) * ac[n][2], s1 = bf_hi(x) * ac[n][1] + bf_hi(y) * ac[n][3];
-#pragma unroll
-    for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
-    if (g == 0) end_part[it * kDim + ch] = s0 * end[it * kDim + ch], end_part[it * kDim + ch + 1] = s1 * end[it * kDim + ch + 1];
-    const float2 first_hop = *reinterpret_cast<float2*>(start + ch), last_hop = *reinterpret_cast<float2*>(end + 3 * kDim + ch);
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      aq[n][e] *= e & 1 ? first_hop.y : first_hop.x;
-      ak[n][e] *= -(e & 1 ? first_hop.y : first_hop.x);
-      ac[n][e] *= e & 1 ? last_hop.y : last_hop.x;
-    }
-  }
-  auto rescale = [&](float(&acc)[4][4], int j) {
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const float2 f = *reinterpret_cast<float2*>(hop + j * kDim + ch0 + n * 8);
-      acc[n][0] *= f.x, acc[n][1] *= f.y, acc[n][2] *= f.x, acc[n][3] *= f.y;
+    for (int i = 0; i < 2; i++) {
+      out[i] = half_row + i * 32 < x.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0u, 0u, 0u, 0u};
+      from += 32 * src.token_stride;
     }
   };
-  for (int j = 0; j <= it; j++) {
-    if (j) rescale(aq, j - 1), rescale(ak, j - 1);
-    uint32_t a[4], c[4], b[4];
-    ldsm4(a, base + GradSmem::dp + off64(it * kTile + straight.row, j * 2 + straight.unit));
-    ldsm4(c, base + GradSmem::dl + off64(it * kTile + straight.row, j * 2 + straight.unit));
+  auto ask_for_rows = [&](GradRows& out, const GradItem& x) {
+    load_half_rows(out.q, p.q, x);
+    load_half_rows(out.k, p.k, x);
+    const uint16_t* from = p.g.at(x.token0 + group * 8, x.head) + 2 * pair;
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      ldsm4_t(b, base + GradSmem::kd + off128(j * kTile + straight.row, cq * 4 + n * 2 + straight.unit));
-      mma(aq[2 * n], a, b[0], b[1]);
-      mma(aq[2 * n + 1], a, b[2], b[3]);
-      mma(ak[2 * n], c, b[0], b[1]);
-      mma(ak[2 * n + 1], c, b[2], b[3]);
+    for (int r = 0; r < 8; r++) {
+      out.g[r] = group * 8 + r < x.rows ? load_u32(from) : 0u;
+      from += p.g.token_stride;
     }
-  }
-  for (int j = kTiles - 1; j >= it; j--) {
-    if (j < kTiles - 1) rescale(ac, j);
-    uint32_t a[4], c[4], b[4];
-    ldsm4_t(a, base + GradSmem::dp + off64(j * kTile + crossed.row, it * 2 + crossed.unit));
-    ldsm4_t(c, base + GradSmem::dl + off64(j * kTile + crossed.row, it * 2 + crossed.unit));
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-      ldsm4_t(b, base + GradSmem::q + off128(j * kTile + straight.row, cq * 4 + n * 2 + straight.unit));
-      mma(ac[2 * n], a, b[0], b[1]);
-      mma(ac[2 * n + 1], a, b[2], b[3]);
-      ldsm4_t(b, base + GradSmem::k + off128(j * kTile + straight.row, cq * 4 + n * 2 + straight.unit));
-      mma(ac[2 * n], c, b[0], b[1]);
-      mma(ac[2 * n + 1], c, b[2], b[3]);
-    }
-  }
+    out.bias = p.dt_bias ? *reinterpret_cast<const float2*>(p.dt_bias + x.head * kDim + 2 * pair) : make_float2(0.f, 0.f);
+    out.rate2 = gate_rate2(p, x.head);
+    out.beta_logit = tid < x.rows ? load_beta_logit(p, x.token0 + tid, x.head) : 0.f;  // rows <= 64
+  };
 
-  // Epilogue 1: products with the rounded operands (so that pairs cancel exactly in dG), and their row sums.
-  float dot[3][2] = {};
-#pragma unroll
-  for (int n = 0; n < 4; n++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const uint32_t off = off128_pair(r0 + half * 8, (ch0 + n * 8) >> 1);
-      const uint32_t qi = load_u32(sm + GradSmem::q + off), ki = load_u32(sm + GradSmem::k + off), kd = load_u32(sm + GradSmem::kd + off);
-      dot[0][half] += bf_lo(qi) * aq[n][2 * half] + bf_hi(qi) * aq[n][2 * half + 1];
-      dot[1][half] += bf_lo(ki) * ak[n][2 * half] + bf_hi(ki) * ak[n][2 * half + 1];
-      dot[2][half] += bf_lo(kd) * ac[n][2 * half] + bf_hi(kd) * ac[n][2 * half + 1];
-    }
-#pragma unroll
-  for (int x = 0; x < 3; x++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      float s = dot[x][half];
-      s += shfl_xor(s, 1), s += shfl_xor(s, 2);
-      if (t == 0) row_part[(x * 4 + cq) * kChunk + r0 + half * 8] = s;
-    }
+  const int num_items = p.doc_chunk[p.num_docs] * p.heads;
+  int index = blockIdx.x;
+  if (index >= num_items) return;
+  if (tid == 0) {
+    mbar_init(bar0, 1);
+    mbar_init(bar1, 1);
+    fence_mbar_init();
+  }
   __syncthreads();
+  GradItem x = item_at(index);
+  ask_for_images(x);
+  GradRows in;
+  ask_for_rows(in, x);
 
-  // Epilogue 2: the L2 norm's backward in place of qI and kI, dG in place of the gate.
+  for (uint32_t parity = 0;; parity ^= 1) {
+    const bool more = index + static_cast<int>(gridDim.x) < num_items;
+    GradItem next = x;
+    if (more) next = item_at(index + gridDim.x);
+    const float lb2 = p.lower_bound * kLog2e;
+    const float2 bias = in.bias;
+    const float rate2 = in.rate2;
+    uint32_t raw[8];
+    float c0[8], c1[8];
+    uint4 v_rows[2];
+    load_half_rows(v_rows, p.v, x);
+    {
+      float run0 = 0.f, run1 = 0.f;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int row = r0 + half * 8;
-    float sum[3];
+      for (int r = 0; r < 8; r++) {
+        raw[r] = in.g[r];
+        const float lb = group * 8 + r < x.rows ? lb2 : 0.f;
+        run0 += lb * sigmoid2(rate2 * (bf_lo(raw[r]) + bias.x)), run1 += lb * sigmoid2(rate2 * (bf_hi(raw[r]) + bias.y));
+        c0[r] = run0, c1[r] = run1;
+      }
+      *reinterpret_cast<float2*>(total + group * kDim + 2 * pair) = make_float2(run0, run1);
+      if (!(group & 1)) *reinterpret_cast<float2*>(first + (group >> 1) * kDim + 2 * pair) = make_float2(c0[0], c1[0]);
+      if (warp < 2) beta[tid] = tid < x.rows ? sigmoid2(in.beta_logit * kLog2e) : 0.f;
+    }
 #pragma unroll
-    for (int x = 0; x < 3; x++) {
-      const float* part = row_part + x * 4 * kChunk + row;
-      sum[x] = (part[0] + part[kChunk]) + (part[2 * kChunk] + part[3 * kChunk]);
+    for (int i = 0; i < 2; i++) {
+      const float sk = sum_squares_half_warp(in.k[i]), sq = sum_squares_half_warp(in.q[i]);
+      *reinterpret_cast<uint4*>(sm + GradSmem::k + i * 32 * 256 + off128(half_row, unit)) = in.k[i];
+      *reinterpret_cast<uint4*>(sm + GradSmem::q + i * 32 * 256 + off128(half_row, unit)) = in.q[i];
+      if (unit == 0) rstd[half_row + i * 32] = rsqrt_fast(sk + kL2Eps), rstd[kChunk + half_row + i * 32] = rsqrt_fast(sq + kL2Eps);
     }
-    const float rq = rstd[kChunk + row], rk = rstd[row], q_back = sum[0] / p.scale, k_back = sum[1] + sum[2];
-    if (cq == 0 && t == 0 && row < rows) {
-      const float d = (1.f - beta[row]) * (vdot[row] + sum[1]);
-      const int64_t i = (token0 + row) * p.dbeta_token_stride + head * p.dbeta_head_stride;
-      if (p.beta_is_fp32)
-        static_cast<float*>(p.dbeta)[i] = d;
-      else
-        static_cast<uint16_t*>(p.dbeta)[i] = static_cast<uint16_t>(pack_bf16(d, 0.f));
+    cp_async_wait<0>();
+    __syncthreads();  // S1: rows, norms, gate sums, do, dv
+
+    if (tid < kDim) {
+      float R[kTiles], sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kTiles; i++) {
+        R[i] = sum + first[i * kDim + tid];
+        sum += total[2 * i * kDim + tid] + total[(2 * i + 1) * kDim + tid];
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; i++) {
+        if (i) hop[(i - 1) * kDim + tid] = ex2(R[i] - R[i - 1]);
+        end[i * kDim + tid] = ex2(sum - R[i] + kShift);
+      }
+      start[tid] = ex2(R[0] - kShift), decay[tid] = ex2(sum);
     }
+    {
+      const float2 f = *reinterpret_cast<float2*>(first + (group >> 1) * kDim + 2 * pair);
+      float2 before = make_float2(kShift - f.x, kShift - f.y);
+      if (group & 1) {
+        const float2 s = *reinterpret_cast<float2*>(total + (group - 1) * kDim + 2 * pair);
+        before.x += s.x, before.y += s.y;
+      }
+      unsigned char* rows8 = sm + group * 8 * 256;
+      float* gate8 = gate + group * 8 * kLdGate + 2 * pair;
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        const float y0 = c0[r] + before.x, y1 = c1[r] + before.y;  // G - R + shift
+        *reinterpret_cast<float2*>(gate8 + r * kLdGate) = make_float2(y0, y1);
+        const uint32_t off = off128_pair(r, pair);
+        const uint32_t kr = load_u32(rows8 + GradSmem::k + off), qr = load_u32(rows8 + GradSmem::q + off);
+        const float rk = rstd[group * 8 + r], rq = rstd[kChunk + group * 8 + r] * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
+        *reinterpret_cast<uint32_t*>(rows8 + GradSmem::k + off) = pack_bf16(k0 * up0, k1 * up1);
+        *reinterpret_cast<uint32_t*>(rows8 + GradSmem::q + off) = pack_bf16(bf_lo(qr) * rq * up0, bf_hi(qr) * rq * up1);
+        *reinterpret_cast<uint32_t*>(rows8 + GradSmem::kd + off) = pack_bf16(k0 * ex2(-y0), k1 * ex2(-y1));
+      }
+    }
+    // v·dv of each row.
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const uint4 y = *reinterpret_cast<const uint4*>(sm + GradSmem::dv + i * 32 * 256 + off128(half_row, unit));
+      const uint32_t xs[4] = {v_rows[i].x, v_rows[i].y, v_rows[i].z, v_rows[i].w}, ys[4] = {y.x, y.y, y.z, y.w};
+      float s = 0.f;
+#pragma unroll
+      for (int j = 0; j < 4; j++) s += bf_lo(xs[j]) * bf_lo(ys[j]) + bf_hi(xs[j]) * bf_hi(ys[j]);
+#pragma unroll
+      for (int m = 8; m; m >>= 1) s += shfl_xor(s, m);
+      if (unit == 0) vdot[half_row + i * 32] = s;
+    }
+
+    // dP = tril(do v~^T), dL = -stril(dv v~^T): ten tile pairs, a warp each.
+    const uint32_t straight128 = base + lane_off128(lane_straight(lane)), straight64 = base + lane_off64(lane_straight(lane)), crossed64 = base + lane_off64(lane_crossed(lane));
+    mbar_wait(bar0, parity);
+    if (warp < 10) {
+      const int i = warp == 0 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3, j = warp - i * (i + 1) / 2;
+      float dp[2][4] = {}, dl[2][4] = {};
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++) {
+        uint32_t a[4], c[4], b[4];
+        ldsm4(a, block128(straight128 + GradSmem::dout, i, ks));
+        ldsm4(c, block128(straight128 + GradSmem::dv, i, ks));
+        ldsm4_t(b, block64(straight64 + GradSmem::vt, ks, j));
+        mma(dp[0], a, b[0], b[1]);
+        mma(dp[1], a, b[2], b[3]);
+        mma(dl[0], c, b[0], b[1]);
+        mma(dl[1], c, b[2], b[3]);
+      }
+      unsigned char* tile = sm + i * kTile * 128;
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int row = i * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
+          const uint32_t off = half * 1024 + off64_pair(g, col >> 1);
+          *reinterpret_cast<uint32_t*>(tile + GradSmem::dp + off) = pack_bf16(col <= row ? dp[n][half * 2] : 0.f, col + 1 <= row ? dp[n][half * 2 + 1] : 0.f);
+          *reinterpret_cast<uint32_t*>(tile + GradSmem::dl + off) = pack_bf16(col < row ? -dl[n][half * 2] : 0.f, col + 1 < row ? -dl[n][half * 2 + 1] : 0.f);
+        }
+    }
+    mbar_wait(bar1, parity);
+
+    // Sum over v of S·dS per channel, sixteen v a thread.
+    {
+      float s0 = 0.f, s1 = 0.f;
+      const unsigned char* rows16 = sm + group * 16 * 256;
+#pragma unroll
+      for (int r = 0; r < 16; r++) {
+        const uint32_t off = off128_pair(r, pair), y = load_u32(rows16 + GradSmem::s + off), z = load_u32(rows16 + GradSmem::ds + off);
+        s0 += bf_lo(y) * bf_lo(z), s1 += bf_hi(y) * bf_hi(z);
+      }
+      *reinterpret_cast<float2*>(state_part + group * kDim + 2 * pair) = make_float2(s0, s1);
+    }
+
+    // Through the states: do S^T, dv S^T, v~ dS^T.
+    float aq[4][4] = {}, ak[4][4] = {}, ac[4][4] = {};
+#pragma unroll
+    for (int ks = 0; ks < 8; ks++) {
+      uint32_t a[4], c[4], w[4], b[4];
+      ldsm4(a, block128(straight128 + GradSmem::dout, it, ks));
+      ldsm4(c, block128(straight128 + GradSmem::dv, it, ks));
+      ldsm4_t(w, block64(crossed64 + GradSmem::vt, ks, it));
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        ldsm4_t(b, block128(straight128 + GradSmem::s, ks, cq * 2 + n));
+        mma(aq[2 * n], a, b[0], b[1]);
+        mma(aq[2 * n + 1], a, b[2], b[3]);
+        mma(ak[2 * n], c, b[0], b[1]);
+        mma(ak[2 * n + 1], c, b[2], b[3]);
+        ldsm4_t(b, block128(straight128 + GradSmem::ds, ks, cq * 2 + n));
+        mma(ac[2 * n], w, b[0], b[1]);
+        mma(ac[2 * n + 1], w, b[2], b[3]);
+      }
+    }
+    __syncthreads();  // S2: operands, dP, dL; the images are free
+    if (more) ask_for_images(next);
+
+    // Through kg to the chunk's end (into end_part), then to the first anchors.
+    const uint32_t frag_off = r0 * 256 + ((cq * 4 ^ g) << 4) + t * 4;  // this lane's pair in n-tile 0; n-tile n flips bits 4-5 by n
 #pragma unroll
     for (int n = 0; n < 4; n++) {
       const int ch = ch0 + n * 8;
-      const uint32_t off = off128_pair(row, ch >> 1);
-      const uint32_t qi = load_u32(sm + GradSmem::q + off), ki = load_u32(sm + GradSmem::k + off), kd = load_u32(sm + GradSmem::kd + off);
-      float* x = gate + row * kLdGate + ch;
-      float dq[2], dk[2];
+      const unsigned char* kd = sm + GradSmem::kd + (frag_off ^ (n << 4));
+      const uint32_t y = load_u32(kd), z = load_u32(kd + 8 * 256);
+      float s0 = bf_lo(y) * ac[n][0] + bf_lo(z) * ac[n][2], s1 = bf_hi(y) * ac[n][1] + bf_hi(z) * ac[n][3];
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float up = ex2(x[e]), down = ex2(-x[e]);
-        const float q = e ? bf_hi(qi) : bf_lo(qi), k = e ? bf_hi(ki) : bf_lo(ki), kdv = e ? bf_hi(kd) : bf_lo(kd);
-        const float vq = aq[n][2 * half + e], vk = ak[n][2 * half + e], vc = ac[n][2 * half + e];
-        dq[e] = rq * (vq * up * p.scale - q * down * q_back);
-        dk[e] = rk * (vk * up + vc * down - k * down * k_back);
-        x[e] = q * vq + k * vk - kdv * vc;
+      for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
+      const float2 own_end = *reinterpret_cast<float2*>(end + it * kDim + ch);
+      if (g == 0) *reinterpret_cast<float2*>(end_part + it * kDim + ch) = make_float2(s0 * own_end.x, s1 * own_end.y);
+      const float2 first_hop = *reinterpret_cast<float2*>(start + ch), last_hop = *reinterpret_cast<float2*>(end + 3 * kDim + ch);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        aq[n][e] *= e & 1 ? first_hop.y : first_hop.x;
+        ak[n][e] *= -(e & 1 ? first_hop.y : first_hop.x);
+        ac[n][e] *= e & 1 ? last_hop.y : last_hop.x;
       }
-      *reinterpret_cast<uint32_t*>(sm + GradSmem::q + off) = pack_bf16(dq[0], dq[1]);
-      *reinterpret_cast<uint32_t*>(sm + GradSmem::k + off) = pack_bf16(dk[0], dk[1]);
     }
-  }
-  __syncthreads();
+    auto rescale = [&](float(&acc)[4][4], const float* by) {
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const float2 f = *reinterpret_cast<const float2*>(by + ch0 + n * 8);
+        acc[n][0] *= f.x, acc[n][1] *= f.y, acc[n][2] *= f.x, acc[n][3] *= f.y;
+      }
+    };
+    for (int j = 0; j <= it; j++) {
+      if (j) rescale(aq, hop + (j - 1) * kDim), rescale(ak, hop + (j - 1) * kDim);
+      uint32_t a[4], c[4], b[4];
+      ldsm4(a, block64(straight64 + GradSmem::dp, it, j));
+      ldsm4(c, block64(straight64 + GradSmem::dl, it, j));
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        ldsm4_t(b, block128(straight128 + GradSmem::kd, j, cq * 2 + n));
+        mma(aq[2 * n], a, b[0], b[1]);
+        mma(aq[2 * n + 1], a, b[2], b[3]);
+        mma(ak[2 * n], c, b[0], b[1]);
+        mma(ak[2 * n + 1], c, b[2], b[3]);
+      }
+    }
+    for (int j = kTiles - 1; j >= it; j--) {
+      if (j < kTiles - 1) rescale(ac, hop + j * kDim);
+      uint32_t a[4], c[4], b[4];
+      ldsm4_t(a, block64(crossed64 + GradSmem::dp, j, it));
+      ldsm4_t(c, block64(crossed64 + GradSmem::dl, j, it));
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        ldsm4_t(b, block128(straight128 + GradSmem::q, j, cq * 2 + n));
+        mma(ac[2 * n], a, b[0], b[1]);
+        mma(ac[2 * n + 1], a, b[2], b[3]);
+        ldsm4_t(b, block128(straight128 + GradSmem::k, j, cq * 2 + n));
+        mma(ac[2 * n], c, b[0], b[1]);
+        mma(ac[2 * n + 1], c, b[2], b[3]);
+      }
+    }
 
-  // Epilogue 3: copies out, reverse cumulative sum and gate backward by the owners of rows and channels of the first phase.
-  for (int i = tid; i < kChunk * 16; i += kGradThreads) {
-    const int row = i >> 4, unit = i & 15;
-    if (row < rows) {
-      *reinterpret_cast<uint4*>(p.dq.at(token0 + row, head) + unit * 8) = *reinterpret_cast<uint4*>(sm + GradSmem::q + off128(row, unit));
-      *reinterpret_cast<uint4*>(p.dk.at(token0 + row, head) + unit * 8) = *reinterpret_cast<uint4*>(sm + GradSmem::k + off128(row, unit));
+    // Epilogue 1: products with the rounded operands (so that pairs cancel exactly in dG), and their row sums.
+    float dot[3][2] = {};
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
+        const uint32_t qi = load_u32(at + GradSmem::q), ki = load_u32(at + GradSmem::k), kd = load_u32(at + GradSmem::kd);
+        dot[0][half] += bf_lo(qi) * aq[n][2 * half] + bf_hi(qi) * aq[n][2 * half + 1];
+        dot[1][half] += bf_lo(ki) * ak[n][2 * half] + bf_hi(ki) * ak[n][2 * half + 1];
+        dot[2][half] += bf_lo(kd) * ac[n][2 * half] + bf_hi(kd) * ac[n][2 * half + 1];
+      }
+#pragma unroll
+    for (int y = 0; y < 3; y++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float s = dot[y][half];
+        s += shfl_xor(s, 1);
+        s += shfl_xor(s, 2);
+        if (t == 0) row_part[(y * 4 + cq) * kChunk + r0 + half * 8] = s;
+      }
+    __syncthreads();  // S3: row sums; dP, dL, and the operands' last reads by other warps
+
+    // Epilogue 2: the L2 norm's backward in place of qI and kI, dG in place of the gate.
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = r0 + half * 8;
+      float sum[3];
+#pragma unroll
+      for (int y = 0; y < 3; y++) {
+        const float* part = row_part + y * 4 * kChunk + row;
+        sum[y] = (part[0] + part[kChunk]) + (part[2 * kChunk] + part[3 * kChunk]);
+      }
+      const float rk = rstd[row], rq = rstd[kChunk + row], q_up = rq * p.scale, q_back = rq * sum[0] * rcp(p.scale), k_back = sum[1] + sum[2];
+      if (cq == 0 && t == 0 && row < x.rows) {
+        const float d = (1.f - beta[row]) * (vdot[row] + sum[1]);
+        const int64_t i = (x.token0 + row) * p.dbeta_token_stride + x.head * p.dbeta_head_stride;
+        if (p.beta_is_fp32)
+          static_cast<float*>(p.dbeta)[i] = d;
+        else
+          static_cast<uint16_t*>(p.dbeta)[i] = static_cast<uint16_t>(pack_bf16(d, 0.f));
+      }
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
+        const uint32_t qi = load_u32(at + GradSmem::q), ki = load_u32(at + GradSmem::k), kd = load_u32(at + GradSmem::kd);
+        float2* y = reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8);
+        const float2 exponent = *y;
+        float dq[2], dk[2], dG[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float up = ex2(e ? exponent.y : exponent.x), down = ex2(e ? -exponent.y : -exponent.x);
+          const float q = e ? bf_hi(qi) : bf_lo(qi), k = e ? bf_hi(ki) : bf_lo(ki), kdv = e ? bf_hi(kd) : bf_lo(kd);
+          const float vq = aq[n][2 * half + e], vk = ak[n][2 * half + e], vc = ac[n][2 * half + e];
+          dq[e] = vq * (up * q_up) - q * (down * q_back);
+          dk[e] = vk * (up * rk) + (vc - k * k_back) * (down * rk);
+          dG[e] = q * vq + k * vk - kdv * vc;
+        }
+        *y = make_float2(dG[0], dG[1]);
+        *reinterpret_cast<uint32_t*>(at + GradSmem::q) = pack_bf16(dq[0], dq[1]);
+        *reinterpret_cast<uint32_t*>(at + GradSmem::k) = pack_bf16(dk[0], dk[1]);
+      }
     }
-  }
-  float2 dg[8];
-  float tail0 = 0.f, tail1 = 0.f;
+    __syncthreads();  // S4: dq, dk, dG
+    if (more) ask_for_rows(in, next);
+
+    // Epilogue 3: copies out, then reverse cumulative sum and gate backward by the owners of eight rows.
+    {
+      uint16_t *to_q = p.dq.at(x.token0 + half_row, x.head) + unit * 8, *to_k = p.dk.at(x.token0 + half_row, x.head) + unit * 8;
+      const unsigned char* from = sm + off128(half_row, unit);
 #pragma unroll
-  for (int r = 7; r >= 0; r--) {
-    const float2 x = *reinterpret_cast<float2*>(gate + (group * 8 + r) * kLdGate + 2 * pair);
-    tail0 += x.x, tail1 += x.y;
-    dg[r] = make_float2(tail0, tail1);
-  }
-  tails[group * kDim + 2 * pair] = tail0, tails[group * kDim + 2 * pair + 1] = tail1;
-  __syncthreads();
-  float end0 = 0.f, end1 = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; i++) end0 += state_part[i * kDim + 2 * pair], end1 += state_part[i * kDim + 2 * pair + 1];
-  end0 *= decay[2 * pair], end1 *= decay[2 * pair + 1];
-#pragma unroll
-  for (int i = 0; i < kTiles; i++) end0 += end_part[i * kDim + 2 * pair], end1 += end_part[i * kDim + 2 * pair + 1];
-  for (int i = group + 1; i < 8; i++) end0 += tails[i * kDim + 2 * pair], end1 += tails[i * kDim + 2 * pair + 1];
-  const float rate = rate2 / kLog2e, slope = p.lower_bound * rate;
-  float bias_sum0 = 0.f, bias_sum1 = 0.f, a_sum = 0.f;
-#pragma unroll
-  for (int r = 0; r < 8; r++) {
-    const int row = group * 8 + r;
-    if (row < rows) {
-      const float z0 = bf_lo(raw[r]) + bias0, z1 = bf_hi(raw[r]) + bias1;
-      float s0, s1, m0, m1;
-      sigmoid2(rate2 * z0, s0, m0);
-      sigmoid2(rate2 * z1, s1, m1);
-      const float dz0 = (dg[r].x + end0) * slope * s0 * m0, dz1 = (dg[r].y + end1) * slope * s1 * m1;
-      *reinterpret_cast<uint32_t*>(p.dg.at(token0 + row, head) + 2 * pair) = pack_bf16(dz0, dz1);
-      bias_sum0 += dz0, bias_sum1 += dz1, a_sum += dz0 * z0 + dz1 * z1;
+      for (int i = 0; i < 2; i++) {
+        if (half_row + i * 32 < x.rows) {
+          *reinterpret_cast<uint4*>(to_q) = *reinterpret_cast<const uint4*>(from + GradSmem::q + i * 32 * 256);
+          *reinterpret_cast<uint4*>(to_k) = *reinterpret_cast<const uint4*>(from + GradSmem::k + i * 32 * 256);
+        }
+        to_q += 32 * p.dq.token_stride, to_k += 32 * p.dk.token_stride;
+      }
     }
-  }
+    float2 dg[8];
+    {
+      float tail0 = 0.f, tail1 = 0.f;
+      const float* gate8 = gate + group * 8 * kLdGate + 2 * pair;
 #pragma unroll
-  for (int m = 16; m; m >>= 1) a_sum += shfl_xor(a_sum, m);
-  float* warp_part = table(GradSmem::warp_part);
-  if (lane == 0) warp_part[warp] = a_sum;
-  bias_part[group * kDim + 2 * pair] = bias_sum0, bias_part[group * kDim + 2 * pair + 1] = bias_sum1;
-  __syncthreads();
-  const size_t part = static_cast<size_t>(chunk) * p.num_heads + head;
-  if (tid < kDim) {
-    float s = 0.f;
+      for (int r = 7; r >= 0; r--) {
+        const float2 y = *reinterpret_cast<const float2*>(gate8 + r * kLdGate);
+        tail0 += y.x, tail1 += y.y;
+        dg[r] = make_float2(tail0, tail1);
+      }
+      *reinterpret_cast<float2*>(tails + group * kDim + 2 * pair) = make_float2(tail0, tail1);
+    }
+    __syncthreads();  // S5: sums of eight rows
+    float2 at_end = make_float2(0.f, 0.f);
+    {
+      const float2* part = reinterpret_cast<const float2*>(state_part + 2 * pair);
 #pragma unroll
-    for (int i = 0; i < 8; i++) s += bias_part[i * kDim + tid];
-    p.dbias_part[part * kDim + tid] = s;
-  }
-  if (tid == kDim) {
-    float s = 0.f;
+      for (int i = 0; i < 8; i++) at_end.x += part[i * kDim / 2].x, at_end.y += part[i * kDim / 2].y;
+      const float2 d = *reinterpret_cast<const float2*>(decay + 2 * pair);
+      at_end.x *= d.x, at_end.y *= d.y;
+      part = reinterpret_cast<const float2*>(end_part + 2 * pair);
 #pragma unroll
-    for (int i = 0; i < 16; i++) s += warp_part[i];
-    p.da_part[part] = s;
+      for (int i = 0; i < kTiles; i++) at_end.x += part[i * kDim / 2].x, at_end.y += part[i * kDim / 2].y;
+      part = reinterpret_cast<const float2*>(tails + 2 * pair);
+#pragma unroll
+      for (int i = 1; i < 8; i++)
+        if (i > group) at_end.x += part[i * kDim / 2].x, at_end.y += part[i * kDim / 2].y;
+    }
+    const float slope = p.lower_bound * (rate2 * (1.f / kLog2e));
+    float bias_sum0 = 0.f, bias_sum1 = 0.f, a_sum = 0.f;
+    {
+      uint16_t* to = p.dg.at(x.token0 + group * 8, x.head) + 2 * pair;
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        const float z0 = bf_lo(raw[r]) + bias.x, z1 = bf_hi(raw[r]) + bias.y;
+        float s0, s1, m0, m1;
+        sigmoid2(rate2 * z0, s0, m0);
+        sigmoid2(rate2 * z1, s1, m1);
+        const bool live = group * 8 + r < x.rows;
+        const float dz0 = live ? (dg[r].x + at_end.x) * slope * (s0 * m0) : 0.f, dz1 = live ? (dg[r].y + at_end.y) * slope * (s1 * m1) : 0.f;
+        if (live) *reinterpret_cast<uint32_t*>(to) = pack_bf16(dz0, dz1);
+        to += p.dg.token_stride;
+        bias_sum0 += dz0, bias_sum1 += dz1, a_sum += dz0 * z0 + dz1 * z1;
+      }
+    }
+#pragma unroll
+    for (int m = 16; m; m >>= 1) a_sum += shfl_xor(a_sum, m);
+    if (lane == 0) warp_part[warp] = a_sum;
+    *reinterpret_cast<float2*>(bias_part + group * kDim + 2 * pair) = make_float2(bias_sum0, bias_sum1);
+    __syncthreads();  // S6: partial sums; every table is free
+    if (warp < 4) {
+      float s = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; i++) s += bias_part[i * kDim + tid];
+      p.dbias_part[x.part * kDim + tid] = s;
+    } else if (tid == kDim) {
+      float s = 0.f;
+#pragma unroll
+      for (int i = 0; i < 16; i++) s += warp_part[i];
+      p.da_part[x.part] = s;
+    }
+    if (!more) return;
+    index += gridDim.x;
+    x = next;
   }
 }
 

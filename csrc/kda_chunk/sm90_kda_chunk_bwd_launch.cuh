@@ -9,7 +9,7 @@
 namespace megamoe::kda_bwd {
 
 struct Plan {
-  int max_chunks, heads;  // heads of one pass
+  int max_chunks, heads, num_sms;  // heads of one pass
   size_t doc_chunk, chunks, da_part, dbias_part, ke, kg, qg, a, p, vt, s, ds, decay, bytes;
 };
 
@@ -17,6 +17,7 @@ struct Plan {
 // The workspace is that of one pass, so its size does not grow with the number of heads.
 inline Plan make_plan(int64_t num_tokens, int num_heads, int num_docs, int num_sms) {
   Plan plan;
+  plan.num_sms = num_sms;
   const int most = num_sms / (2 * kScanSplits) > 1 ? num_sms / (2 * kScanSplits) : 1;
   const int passes = (num_heads + most - 1) / most;
   plan.heads = (num_heads + passes - 1) / passes;
@@ -52,7 +53,7 @@ inline void run(Args args, const Plan& plan, void* workspace, Launch launch) {
     const unsigned chunk_blocks = static_cast<unsigned>(plan.max_chunks) * args.heads;
     launch(sm90_kda_bwd_prep, chunk_blocks, kPrepThreads, size_t{PrepSmem::bytes}, args);
     launch(sm90_kda_bwd_scan, static_cast<unsigned>(2 * kScanSplits) * args.heads * args.num_docs, kScanThreads, size_t{ScanSmem::bytes}, args);
-    launch(sm90_kda_bwd_grad, chunk_blocks, kGradThreads, size_t{GradSmem::bytes}, args);
+    launch(sm90_kda_bwd_grad, chunk_blocks < static_cast<unsigned>(plan.num_sms) ? chunk_blocks : plan.num_sms, kGradThreads, size_t{GradSmem::bytes}, args);
   }
   launch(sm90_kda_bwd_sum, static_cast<unsigned>(args.num_heads), kSumThreads, size_t{(kSumThreads + 8) * sizeof(float)}, args);
 }

@@ -6,10 +6,6 @@ namespace megamoe::kda_bwd {
 
 // One block: documents to chunks. Empty documents get no chunk; the table's tail stays unused.
 constexpr int kMetaThreads = 1024;
-__device__ __forceinline__ int64_t doc_start(const Args& p, int n) {
-  if (!p.cu_seqlens) return n ? p.num_tokens : 0;
-  return p.cu_is_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[n] : static_cast<const int*>(p.cu_seqlens)[n];
-}
 __global__ void __launch_bounds__(kMetaThreads) sm90_kda_bwd_meta(const Args p) {
   int* warp_sum = reinterpret_cast<int*>(dynamic_smem());  // two buffers of kMetaThreads: Hillis-Steele scan
   const int tid = threadIdx.x;
@@ -92,97 +88,92 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
   const int4 info = p.chunks[chunk];
   const int64_t token0 = info.x;
   const int rows = info.y;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+  const int tid = threadIdx.x, lane = tid & 31, warp = warp_uniform(tid >> 5);
   const size_t image = static_cast<size_t>(chunk) * p.heads + hl;
   unsigned char* sm = dynamic_smem();
   const uint32_t base = smem_addr(sm);
   float* total = reinterpret_cast<float*>(sm + PrepSmem::total);
   float* first = reinterpret_cast<float*>(sm + PrepSmem::first);
-  float* rstd = reinterpret_cast<float*>(sm + PrepSmem::rstd);
+  float2* rstd = reinterpret_cast<float2*>(sm + PrepSmem::rstd);  // of k; of q times scale
   float* beta = reinterpret_cast<float*>(sm + PrepSmem::beta);
 
-  load_image128(base + PrepSmem::k, p.k, token0, rows, head, tid, kPrepThreads);
-  load_image128(base + PrepSmem::q, p.q, token0, rows, head, tid, kPrepThreads);
+  load_image128<kPrepThreads>(base + PrepSmem::k, p.k, token0, rows, head, tid);
+  load_image128<kPrepThreads>(base + PrepSmem::q, p.q, token0, rows, head, tid);
   cp_async_commit();
 
   // Gate: a thread owns one tile's 16 rows of a channel pair, so the cumulative sum is a chain in registers.
-  const int tile = tid >> 6, pair = tid & 63;
+  const int tile = warp >> 1, pair = tid & 63;
   const float rate2 = gate_rate2(p, head), lb2 = p.lower_bound * kLog2e;
-  const float bias0 = p.dt_bias ? p.dt_bias[head * kDim + 2 * pair] : 0.f, bias1 = p.dt_bias ? p.dt_bias[head * kDim + 2 * pair + 1] : 0.f;
-  float c0[kTile], c1[kTile];
-  uint32_t raw[kTile];
+  float2 bias = make_float2(0.f, 0.f);
+  if (p.dt_bias) bias = *reinterpret_cast<const float2*>(p.dt_bias + head * kDim + 2 * pair);
+  float c0[kTile], c1[kTile];  // the sum inside the tile, then G - R + shift
+  {
+    uint32_t raw[kTile];
+    const uint16_t* from = p.g.at(token0 + tile * kTile, head) + 2 * pair;
 #pragma unroll
-  for (int r = 0; r < kTile; r++) {
-    int row = tile * kTile + r;
-    raw[r] = row < rows ? load_u32(p.g.at(token0 + row, head) + 2 * pair) : 0u;
-  }
-  float run0 = 0.f, run1 = 0.f;
-#pragma unroll
-  for (int r = 0; r < kTile; r++) {
-    if (tile * kTile + r < rows) {
-      float s0, s1, unused;
-      sigmoid2(rate2 * (bf_lo(raw[r]) + bias0), s0, unused);
-      sigmoid2(rate2 * (bf_hi(raw[r]) + bias1), s1, unused);
-      run0 += lb2 * s0, run1 += lb2 * s1;
+    for (int r = 0; r < kTile; r++) {
+      raw[r] = tile * kTile + r < rows ? load_u32(from) : 0u;
+      from += p.g.token_stride;
     }
-    c0[r] = run0, c1[r] = run1;
+    float run0 = 0.f, run1 = 0.f;
+#pragma unroll
+    for (int r = 0; r < kTile; r++) {
+      const float lb = tile * kTile + r < rows ? lb2 : 0.f;
+      run0 += lb * sigmoid2(rate2 * (bf_lo(raw[r]) + bias.x)), run1 += lb * sigmoid2(rate2 * (bf_hi(raw[r]) + bias.y));
+      c0[r] = run0, c1[r] = run1;
+    }
+    *reinterpret_cast<float2*>(total + tile * kDim + 2 * pair) = make_float2(run0, run1);
+    *reinterpret_cast<float2*>(first + tile * kDim + 2 * pair) = make_float2(c0[0], c1[0]);
+    const float to_anchor0 = kShift - c0[0], to_anchor1 = kShift - c1[0];
+#pragma unroll
+    for (int r = 0; r < kTile; r++) c0[r] += to_anchor0, c1[r] += to_anchor1;
   }
-  const float first0 = c0[0], first1 = c1[0];
-  total[tile * kDim + 2 * pair] = run0, total[tile * kDim + 2 * pair + 1] = run1;
-  first[tile * kDim + 2 * pair] = first0, first[tile * kDim + 2 * pair + 1] = first1;
-  if (tid < kChunk) {
-    float s = 0.f, unused;
-    if (tid < rows) sigmoid2(load_beta_logit(p, token0 + tid, head) * kLog2e, s, unused);
-    beta[tid] = s;
-  }
+  if (warp < 2) beta[tid] = tid < rows ? sigmoid2(load_beta_logit(p, token0 + tid, head) * kLog2e) : 0.f;
   cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    int row = warp * 8 + i * 2 + (lane >> 4);
-    float sk = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::k + off128(row, lane & 15)));
-    float sq = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::q + off128(row, lane & 15)));
-    if ((lane & 15) == 0) rstd[row] = rsqrt_fast(sk + kL2Eps), rstd[kChunk + row] = rsqrt_fast(sq + kL2Eps) * p.scale;
+    const int row = warp * 8 + i * 2 + (lane >> 4);
+    const uint32_t off = off128(row, lane & 15);
+    const float sk = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::k + off)), sq = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::q + off));
+    if ((lane & 15) == 0) rstd[row] = make_float2(rsqrt_fast(sk + kL2Eps), rsqrt_fast(sq + kL2Eps) * p.scale);
   }
   __syncthreads();
 
   // Anchors: R_I is the cumulated gate at tile I's first row. Every exponent below is <= 0 up to the constant shift.
-  float R0[kTiles], R1[kTiles], sum0 = 0.f, sum1 = 0.f;
+  float2 R[kTiles], sum = make_float2(0.f, 0.f);
 #pragma unroll
   for (int i = 0; i < kTiles; i++) {
-    R0[i] = sum0 + first[i * kDim + 2 * pair], R1[i] = sum1 + first[i * kDim + 2 * pair + 1];
-    sum0 += total[i * kDim + 2 * pair], sum1 += total[i * kDim + 2 * pair + 1];
+    const float2 f = *reinterpret_cast<float2*>(first + i * kDim + 2 * pair), t = *reinterpret_cast<float2*>(total + i * kDim + 2 * pair);
+    R[i] = make_float2(sum.x + f.x, sum.y + f.y);
+    sum.x += t.x, sum.y += t.y;
   }
-  float own0 = R0[0], own1 = R1[0];
+  float2 own = R[0];
 #pragma unroll
   for (int i = 1; i < kTiles; i++)
-    if (tile == i) own0 = R0[i], own1 = R1[i];
-  const float start0 = ex2(own0 - kShift), start1 = ex2(own1 - kShift), end0 = ex2(sum0 - own0 + kShift), end1 = ex2(sum1 - own1 + kShift);
+    if (tile == i) own = R[i];
+  const float start0 = ex2(own.x - kShift), start1 = ex2(own.y - kShift), end0 = ex2(sum.x - own.x + kShift), end1 = ex2(sum.y - own.y + kShift);
   float hop0[kTiles], hop1[kTiles];
 #pragma unroll
-  for (int i = 1; i < kTiles; i++) hop0[i] = ex2(R0[i] - own0), hop1[i] = ex2(R1[i] - own1);
-  if (tile == 0) {
-    float* d = p.decay + image * kDim + 2 * pair;
-    d[0] = ex2(sum0), d[1] = ex2(sum1);
-  }
-  unsigned char* ke = p.ke + image * kImage128;
-  unsigned char* kg = p.kg + image * kImage128;
-  unsigned char* qg = p.qg + image * kImage128;
+  for (int i = 1; i < kTiles; i++) hop0[i] = ex2(R[i].x - own.x), hop1[i] = ex2(R[i].y - own.y);
+  if (tile == 0) *reinterpret_cast<float2*>(p.decay + image * kDim + 2 * pair) = make_float2(ex2(sum.x), ex2(sum.y));
+  const size_t tile_rows = image * kImage128 + tile * kTile * 256;
+  unsigned char *ke = p.ke + tile_rows, *kg = p.kg + tile_rows, *qg = p.qg + tile_rows;
+  unsigned char* sm_tile = sm + tile * kTile * 256;
 #pragma unroll
   for (int r = 0; r < kTile; r++) {
-    const int row = tile * kTile + r;
-    const uint32_t off = off128_pair(row, pair);
-    const uint32_t kr = load_u32(sm + PrepSmem::k + off), qr = load_u32(sm + PrepSmem::q + off);
-    const float k0 = bf_lo(kr) * rstd[row], k1 = bf_hi(kr) * rstd[row], q0 = bf_lo(qr) * rstd[kChunk + row], q1 = bf_hi(qr) * rstd[kChunk + row];
-    const float x0 = c0[r] - first0 + kShift, x1 = c1[r] - first1 + kShift;
-    const float up0 = ex2(x0), up1 = ex2(x1), kd0 = k0 * ex2(-x0), kd1 = k1 * ex2(-x1);
+    const uint32_t off = off128_pair(r, pair);
+    const uint32_t kr = load_u32(sm_tile + PrepSmem::k + off), qr = load_u32(sm_tile + PrepSmem::q + off);
+    const float2 norm = rstd[tile * kTile + r];
+    const float k0 = bf_lo(kr) * norm.x, k1 = bf_hi(kr) * norm.x, q0 = bf_lo(qr) * norm.y, q1 = bf_hi(qr) * norm.y;
+    const float up0 = ex2(c0[r]), up1 = ex2(c1[r]), kd0 = k0 * ex2(-c0[r]), kd1 = k1 * ex2(-c1[r]);
     const float ki0 = k0 * up0, ki1 = k1 * up1, qi0 = q0 * up0, qi1 = q1 * up1;
-    *reinterpret_cast<uint32_t*>(sm + PrepSmem::k + off) = pack_bf16(ki0, ki1);
-    *reinterpret_cast<uint32_t*>(sm + PrepSmem::q + off) = pack_bf16(qi0, qi1);
-    *reinterpret_cast<uint32_t*>(sm + PrepSmem::kd + off) = pack_bf16(kd0, kd1);
+    *reinterpret_cast<uint32_t*>(sm_tile + PrepSmem::k + off) = pack_bf16(ki0, ki1);
+    *reinterpret_cast<uint32_t*>(sm_tile + PrepSmem::q + off) = pack_bf16(qi0, qi1);
+    *reinterpret_cast<uint32_t*>(sm_tile + PrepSmem::kd + off) = pack_bf16(kd0, kd1);
 #pragma unroll
     for (int i = 1; i < kTiles; i++)
-      if (i > tile) *reinterpret_cast<uint32_t*>(sm + PrepSmem::ko + (i * (i - 1) / 2 + tile) * kTile * 256 + off128_pair(r, pair)) = pack_bf16(kd0 * hop0[i], kd1 * hop1[i]);
+      if (i > tile) *reinterpret_cast<uint32_t*>(sm + PrepSmem::ko + (i * (i - 1) / 2 + tile) * kTile * 256 + off) = pack_bf16(kd0 * hop0[i], kd1 * hop1[i]);
     *reinterpret_cast<uint32_t*>(ke + off) = pack_bf16(ki0 * start0, ki1 * start1);
     *reinterpret_cast<uint32_t*>(kg + off) = pack_bf16(kd0 * end0, kd1 * end1);
     *reinterpret_cast<uint32_t*>(qg + off) = pack_bf16(qi0 * start0, qi1 * start1);
@@ -194,17 +185,17 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
   const bool is_q = warp >= 4;
   float acc[kTiles][2][4] = {};
   {
-    const LaneBlock la = lane_straight(lane), lb = lane_crossed(lane);
-    const uint32_t a_base = base + (is_q ? PrepSmem::q : PrepSmem::k);
+    const uint32_t lane_a = base + (is_q ? PrepSmem::q : PrepSmem::k) + it * kTile * 256 + lane_off128(lane_straight(lane));
+    const uint32_t lane_b = base + lane_off128(lane_crossed(lane)), own_b = lane_b + PrepSmem::kd + it * kTile * 256, earlier_b = lane_b + PrepSmem::ko + it * (it - 1) / 2 * kTile * 256;
 #pragma unroll
     for (int ks = 0; ks < 8; ks++) {
       uint32_t a[4];
-      ldsm4(a, a_base + off128(it * kTile + la.row, ks * 2 + la.unit));
+      ldsm4(a, block128(lane_a, 0, ks));
 #pragma unroll
       for (int j = 0; j < kTiles; j++)
         if (j <= it) {
           uint32_t b[4];
-          ldsm4(b, base + (j == it ? PrepSmem::kd + j * kTile * 256 : PrepSmem::ko + (it * (it - 1) / 2 + j) * kTile * 256) + off128(lb.row, ks * 2 + lb.unit));
+          ldsm4(b, j == it ? block128(own_b, 0, ks) : block128(earlier_b, j, ks));
           mma(acc[j][0], a, b[0], b[1]);
           mma(acc[j][1], a, b[2], b[3]);
         }
@@ -213,7 +204,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
   __syncthreads();
   const int g = lane >> 2, t = lane & 3;
   if (is_q) {
-    unsigned char* out = p.p + image * kImage64;
+    unsigned char* out = p.p + image * kImage64 + it * kTile * 128;
 #pragma unroll
     for (int j = 0; j < kTiles; j++)
 #pragma unroll
@@ -222,7 +213,7 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
         for (int half = 0; half < 2; half++) {
           int row = it * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
           float x = col <= row ? acc[j][n][half * 2] : 0.f, y = col + 1 <= row ? acc[j][n][half * 2 + 1] : 0.f;
-          *reinterpret_cast<uint32_t*>(out + off64_pair(row, col >> 1)) = pack_bf16(x, y);
+          *reinterpret_cast<uint32_t*>(out + half * 1024 + off64_pair(g, col >> 1)) = pack_bf16(x, y);
         }
     return;
   }
@@ -234,9 +225,10 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
     for (int n = 0; n < 2; n++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int row = it * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
-        L[row * kLd + col] = col < row ? acc[j][n][half * 2] * beta[row] : 0.f;
-        L[row * kLd + col + 1] = col + 1 < row ? acc[j][n][half * 2 + 1] * beta[row] : 0.f;
+        if (j > it) continue;
+        const int row = it * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
+        const float b = beta[row];
+        *reinterpret_cast<float2*>(L + row * kLd + col) = make_float2(col < row ? acc[j][n][half * 2] * b : 0.f, col + 1 < row ? acc[j][n][half * 2 + 1] * b : 0.f);
       }
   bar_sync(1, 128);
 
@@ -277,11 +269,13 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
     bar_sync(1, 128);
   }
   unsigned char* out = p.a + image * kImage64;
-  for (int i = tid; i < kChunk * 32; i += 128) {
-    int row = i >> 5, col = (i & 31) * 2;
-    bool below = (col >> 4) <= (row >> 4);  // tiles above the diagonal were never written
-    float x = below ? inv[row * kLd + col] * beta[col] : 0.f, y = below ? inv[row * kLd + col + 1] * beta[col + 1] : 0.f;
-    *reinterpret_cast<uint32_t*>(out + off64_pair(row, col >> 1)) = pack_bf16(x, y);
+  const float2 b = *reinterpret_cast<float2*>(beta + 2 * lane);
+#pragma unroll
+  for (int i = 0; i < kChunk / 4; i++) {
+    const int row = it + i * 4;
+    const bool below = (lane >> 3) <= (i >> 2);  // tiles above the diagonal were never written
+    const float2 x = below ? *reinterpret_cast<float2*>(inv + row * kLd + 2 * lane) : make_float2(0.f, 0.f);
+    *reinterpret_cast<uint32_t*>(out + off64_pair(row, lane)) = pack_bf16(x.x * b.x, x.y * b.y);
   }
 }
 

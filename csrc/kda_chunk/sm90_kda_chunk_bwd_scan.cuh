@@ -24,20 +24,22 @@ struct ScanSmem {
 
 struct ScanBlock {
   int tid, lane, warp, hl, head, doc, v0, chunk0, num_chunks;  // v0: first value column of the block
+  int64_t token0, num_tokens;                                  // of the document
   uint32_t base;
+  const uint16_t* x;  // this thread's first 16 bytes of v or do
+  int64_t x_step;     // elements from one chunk to the next, in scan order
 };
 
 template <bool kReverse>
 __device__ __forceinline__ void scan_issue(const Args& p, const ScanBlock& b, int step) {
   if (step < b.num_chunks) {
     const int chunk = b.chunk0 + (kReverse ? b.num_chunks - 1 - step : step), stage = step & 1;
-    const int4 info = p.chunks[chunk];
     const uint32_t s = b.base + stage * ScanSmem::rev_stage, bar = b.base + ScanSmem::bars + stage * 8;
     if (b.tid == 0) {
       const size_t i = static_cast<size_t>(chunk) * p.heads + b.hl;
       mbar_expect(bar, 2 * kImage128 + kImage64 + kDim * 4 + (kReverse ? kImage128 + kImage64 : 0));
-      bulk_load(s + ScanSmem::ke, p.ke + i * kImage128, kImage128, bar);
       bulk_load(s + ScanSmem::kg, p.kg + i * kImage128, kImage128, bar);
+      bulk_load(s + ScanSmem::ke, p.ke + i * kImage128, kImage128, bar);
       bulk_load(s + ScanSmem::a, p.a + i * kImage64, kImage64, bar);
       bulk_load(s + ScanSmem::decay, p.decay + i * kDim, kDim * 4, bar);
       if (kReverse) {
@@ -45,12 +47,16 @@ __device__ __forceinline__ void scan_issue(const Args& p, const ScanBlock& b, in
         bulk_load(s + ScanSmem::p, p.p + i * kImage64, kImage64, bar);
       }
     }
-    const Rows& src = kReverse ? p.dout : p.v;
+    // 8 threads a row of 64 values; 16 rows a pass.
+    const int row = b.tid >> 3;
+    const int64_t left = b.num_tokens - static_cast<int64_t>(chunk - b.chunk0) * kChunk;
+    const uint16_t* from = b.x + step * b.x_step;
+    const int64_t rows16 = 16 * (kReverse ? p.dout.token_stride : p.v.token_stride);
+    const uint32_t to = s + ScanSmem::x + off64(row, b.tid & 7);
 #pragma unroll
-    for (int i = b.tid; i < kChunk * kScanV / 8; i += kScanThreads) {
-      int row = i / (kScanV / 8), unit = i % (kScanV / 8);
-      bool live = row < info.y;
-      cp_async16(s + ScanSmem::x + off64(row, unit), src.at(info.x + static_cast<int64_t>(live ? row : 0), b.head) + b.v0 + unit * 8, live);
+    for (int i = 0; i < 4; i++) {
+      cp_async16(to + i * 2048, from, row + i * 16 < left);
+      from += rows16;
     }
   }
   cp_async_commit();  // an empty group when there is nothing left: the waits count groups
@@ -64,31 +70,32 @@ __device__ __forceinline__ void decay_state(float (&state)[16][4], const unsigne
     state[n][0] *= d.x, state[n][1] *= d.y, state[n][2] *= d.x, state[n][3] *= d.y;
   }
 }
-// state += a · rows[64][128], a = four fragments over the chunk's 64 rows.
-__device__ __forceinline__ void add_rank64(float (&state)[16][4], const uint32_t (&a)[4][4], uint32_t rows, const LaneBlock& lb) {
+// state += a · rows[64][128], a = four fragments over the chunk's 64 rows; lane_rows: straight lane offset into the image.
+__device__ __forceinline__ void add_rank64(float (&state)[16][4], const uint32_t (&a)[4][4], uint32_t lane_rows) {
 #pragma unroll
   for (int kb = 0; kb < 4; kb++)
 #pragma unroll
     for (int nb = 0; nb < 8; nb++) {
       uint32_t b[4];
-      ldsm4_t(b, rows + off128(kb * 16 + lb.row, nb * 2 + lb.unit));
+      ldsm4_t(b, block128(lane_rows, kb, nb));
       mma(state[2 * nb], a[kb], b[0], b[1]);
       mma(state[2 * nb + 1], a[kb], b[2], b[3]);
     }
 }
 // acc[16 v][64 rows] += sign · state[16 v][128 c] · rows[64][128]^T; the packed state also goes to `out` (this warp's [16][128] image).
+// lane_rows: crossed lane offset into the image, lane_out: straight lane offset into `out`.
 template <bool kNegate>
-__device__ __forceinline__ void state_times_rows(float (&acc)[8][4], const float (&state)[16][4], uint32_t rows, uint32_t out, const LaneBlock& straight, const LaneBlock& crossed) {
+__device__ __forceinline__ void state_times_rows(float (&acc)[8][4], const float (&state)[16][4], uint32_t lane_rows, uint32_t lane_out) {
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     uint32_t a[4];
     pack_a(a, state[2 * ks], state[2 * ks + 1]);
-    stsm4(out + off128(straight.row, ks * 2 + straight.unit), a);
+    stsm4(block128(lane_out, 0, ks), a);
     if (kNegate) negate_a(a, a);
 #pragma unroll
     for (int nb = 0; nb < 4; nb++) {
       uint32_t b[4];
-      ldsm4(b, rows + off128(nb * 16 + crossed.row, ks * 2 + crossed.unit));
+      ldsm4(b, block128(lane_rows, nb, ks));
       mma(acc[2 * nb], a, b[0], b[1]);
       mma(acc[2 * nb + 1], a, b[2], b[3]);
     }
@@ -119,6 +126,7 @@ __device__ __forceinline__ void load_state(float (&state)[16][4], const float* s
 __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* sm) {
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
+  const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
   const uint32_t state_out = b.base + ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = b.base + ScanSmem::row_out + b.warp * kChunk * kDvLd;
   float state[16][4];
   load_state(state, p.initial_state ? p.initial_state + (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim : nullptr, v + g, t);
@@ -138,14 +146,14 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) {
       uint32_t a[4];
-      ldsm4_t(a, s + ScanSmem::x + off64(kb * 16 + crossed.row, b.warp * 2 + crossed.unit));
+      ldsm4_t(a, block64(s + ScanSmem::x + crossed64, kb, b.warp));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float* c = x[2 * kb + (i >> 1)] + (i & 1) * 2;
         c[0] = bf_lo(a[i]), c[1] = bf_hi(a[i]);
       }
     }
-    state_times_rows<true>(x, state, s + ScanSmem::ke, state_out, straight, crossed);
+    state_times_rows<true>(x, state, s + ScanSmem::ke + crossed128, state_out + straight128);
     send(b.lane, p.s + image * kImageState + v * 256, state_out, 16 * 256);
 
     uint32_t xa[4][4], va[4][4];
@@ -156,17 +164,17 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
       for (int kb = 0; kb <= nb; kb++) {
         uint32_t f[4];
-        ldsm4(f, s + ScanSmem::a + off64(nb * 16 + crossed.row, kb * 2 + crossed.unit));
+        ldsm4(f, block64(s + ScanSmem::a + crossed64, nb, kb));
         mma(vn[2 * nb], xa[kb], f[0], f[1]);
         mma(vn[2 * nb + 1], xa[kb], f[2], f[3]);
       }
     pack_rows(va, vn);
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) stsm4(row_out + off64(straight.row, kb * 2 + straight.unit), va[kb]);
+    for (int kb = 0; kb < 4; kb++) stsm4(block64(row_out + straight64, 0, kb), va[kb]);
     send(b.lane, p.vt + image * kImage128 + v * 128, row_out, 16 * 128);
 
     decay_state(state, sm + stage * ScanSmem::rev_stage + ScanSmem::decay, t);
-    add_rank64(state, va, s + ScanSmem::kg, straight);
+    add_rank64(state, va, s + ScanSmem::kg + straight128);
     __syncthreads();
     scan_issue<false>(p, b, step + 2);
   }
@@ -175,17 +183,20 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
 __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* sm) {
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
+  const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
   const uint32_t state_out = b.base + ScanSmem::state_out + b.warp * 16 * kDim * 2;
   const int row_out_offset = ScanSmem::row_out + b.warp * kChunk * kDvLd;
   const size_t doc_state = (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim;
   float state[16][4];
   load_state(state, p.dfinal_state ? p.dfinal_state + doc_state : nullptr, v + g, t);
+  uint16_t* dv_out = p.dv.at(b.token0 + static_cast<int64_t>(b.num_chunks - 1) * kChunk + (b.lane >> 1), b.head) + v + (b.lane & 1) * 8;
+  const int64_t dv_step = kChunk * p.dv.token_stride;
   scan_issue<true>(p, b, 0);
   scan_issue<true>(p, b, 1);
   for (int step = 0; step < b.num_chunks; step++) {
     const int chunk = b.chunk0 + b.num_chunks - 1 - step;
     const size_t image = static_cast<size_t>(chunk) * p.heads + b.hl;
-    const int4 info = p.chunks[chunk];
+    const int64_t left = b.num_tokens - static_cast<int64_t>(chunk - b.chunk0) * kChunk;
     const int stage = step & 1;
     const uint32_t s = b.base + stage * ScanSmem::rev_stage;
     cp_async_wait<1>();
@@ -196,17 +207,17 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
     float dvn[8][4] = {};
     uint32_t da[4][4];  // do^T over the chunk's rows
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) ldsm4_t(da[kb], s + ScanSmem::x + off64(kb * 16 + crossed.row, b.warp * 2 + crossed.unit));
+    for (int kb = 0; kb < 4; kb++) ldsm4_t(da[kb], block64(s + ScanSmem::x + crossed64, kb, b.warp));
 #pragma unroll
     for (int kb = 0; kb < 4; kb++)
 #pragma unroll
       for (int nb = 0; nb <= kb; nb++) {
         uint32_t f[4];
-        ldsm4_t(f, s + ScanSmem::p + off64(kb * 16 + straight.row, nb * 2 + straight.unit));
+        ldsm4_t(f, block64(s + ScanSmem::p + straight64, kb, nb));
         mma(dvn[2 * nb], da[kb], f[0], f[1]);
         mma(dvn[2 * nb + 1], da[kb], f[2], f[3]);
       }
-    state_times_rows<false>(dvn, state, s + ScanSmem::kg, state_out, straight, crossed);
+    state_times_rows<false>(dvn, state, s + ScanSmem::kg + crossed128, state_out + straight128);
     send(b.lane, p.ds + image * kImageState + v * 256, state_out, 16 * 256);
 
     uint32_t xa[4][4], va[4][4];
@@ -217,7 +228,7 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
       for (int nb = 0; nb <= kb; nb++) {
         uint32_t f[4];
-        ldsm4_t(f, s + ScanSmem::a + off64(kb * 16 + straight.row, nb * 2 + straight.unit));
+        ldsm4_t(f, block64(s + ScanSmem::a + straight64, kb, nb));
         mma(dv[2 * nb], xa[kb], f[0], f[1]);
         mma(dv[2 * nb + 1], xa[kb], f[2], f[3]);
       }
@@ -226,17 +237,19 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out_offset + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
     __syncwarp();
+    uint16_t* to = dv_out - step * dv_step;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = i * 16 + (b.lane >> 1);
       const uint4 x = *reinterpret_cast<const uint4*>(sm + row_out_offset + row * kDvLd + (b.lane & 1) * 16);
-      if (row < info.y) *reinterpret_cast<uint4*>(p.dv.at(info.x + static_cast<int64_t>(row), b.head) + v + (b.lane & 1) * 8) = x;
+      if (row < left) *reinterpret_cast<uint4*>(to) = x;
+      to += 16 * p.dv.token_stride;
     }
     decay_state(state, sm + stage * ScanSmem::rev_stage + ScanSmem::decay, t);
-    add_rank64(state, da, s + ScanSmem::qg, straight);
+    add_rank64(state, da, s + ScanSmem::qg + straight128);
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) negate_a(va[kb], va[kb]);
-    add_rank64(state, va, s + ScanSmem::ke, straight);
+    add_rank64(state, va, s + ScanSmem::ke + straight128);
     __syncthreads();
     scan_issue<true>(p, b, step + 2);
   }
@@ -253,7 +266,7 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
 __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args p) {
   unsigned char* sm = dynamic_smem();
   ScanBlock b;
-  b.tid = threadIdx.x, b.lane = b.tid & 31, b.warp = b.tid >> 5;
+  b.tid = threadIdx.x, b.lane = b.tid & 31, b.warp = warp_uniform(b.tid >> 5);
   unsigned i = blockIdx.x;
   b.v0 = static_cast<int>(i % kScanSplits) * kScanV, i /= kScanSplits;
   b.hl = static_cast<int>(i % p.heads), i /= p.heads;
@@ -261,6 +274,13 @@ __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args 
   b.doc = static_cast<int>(i % p.num_docs);
   const bool forward = i / p.num_docs;
   b.chunk0 = p.doc_chunk[b.doc], b.num_chunks = p.doc_chunk[b.doc + 1] - b.chunk0;
+  b.token0 = doc_start(p, b.doc), b.num_tokens = doc_start(p, b.doc + 1) - b.token0;
+  {
+    const Rows& src = forward ? p.v : p.dout;
+    const int64_t first = forward ? 0 : static_cast<int64_t>(b.num_chunks - 1) * kChunk;
+    b.x = src.at(b.token0 + first + (b.tid >> 3), b.head) + b.v0 + (b.tid & 7) * 8;
+    b.x_step = (forward ? kChunk : -kChunk) * src.token_stride;
+  }
   b.base = smem_addr(sm);
   if (b.tid == 0) {
     mbar_init(b.base + ScanSmem::bars, 1);

@@ -310,6 +310,9 @@ inline float ex2(float x) {
   float y = exp2f(x);
   return y < 1.17549435e-38f ? 0.f : y;
 }
+inline float rcp(float x) { return 1.f / x; }
+inline float max_nan(float x, float y) { return x != x || x > y ? x : y; }
+inline int warp_uniform(int x) { return x; }
 inline float rsqrt_fast(float x) { return 1.f / sqrtf(x); }
 inline uint32_t round_bf16(float f) {
   uint32_t x;
