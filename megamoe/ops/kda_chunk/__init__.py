@@ -18,6 +18,7 @@ Backends, in order of preference: `cuda` (csrc/kda_chunk, sm_90), `fla` (flash-l
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 
@@ -125,10 +126,21 @@ def validate(q_THK, k_THK, v_THV, g_THK, beta_TH, A_log_H, dt_bias_HK, gate, low
     return T, H, K, V, N
 
 
+def _backend(name: str, function: str):
+    """A function of a backend module, imported at its first use: importing the contract must not import Triton or FLA."""
+
+    def call(*args, **kwargs):
+        return getattr(importlib.import_module(f"{__name__}.{name}"), function)(*args, **kwargs)
+
+    return call
+
+
 def _load_reference():
     from megamoe.ops.kda_chunk.reference import kda_chunk as reference
 
     return reference
 
 
+register("kda_chunk", "cuda", load=_backend("cuda", "load"), why_not=_backend("cuda", "why_not"))
+register("kda_chunk", "fla", load=_backend("fla", "load"), why_not=_backend("fla", "why_not"))
 register("kda_chunk", "reference", load=_load_reference)
