@@ -12,7 +12,8 @@ from pathlib import Path
 from megamoe.monitor.config import MonitorConfig, WandbMode
 from megamoe.monitor.console import Console, clock_time
 from megamoe.monitor.metrics import LoadFile, MetricsFile, guarded, read_load
-from megamoe.monitor.screen import FirstScreen  # noqa: F401 - part of this interface
+from megamoe.monitor.screen import FirstScreen, op_lines
+from megamoe.ops import registry
 from megamoe.utils.errors import UserError
 from megamoe.utils.redact import redact_text
 
@@ -44,12 +45,14 @@ class Monitor:
         self.attempt = self.file.attempt
         self._load_file = LoadFile(run_dir, self.attempt)
         self._file_failed = False
+        self._ops_shown: set[str] | None = None
         self._sinks: dict[str, object] = {"console": self.console}
         self._open("W&B", lambda: self._wandb(resolved), wanted=config.wandb is not WandbMode.off)
         self._open("TensorBoard", self._tensorboard, wanted=config.tensorboard)
 
     def first_screen(self, facts: FirstScreen) -> None:
         """Show what is about to run. Where logs go is added here."""
+        self._ops_shown = {choice.op for choice in (registry.status() if facts.ops is None else facts.ops)}
         facts.folders = {**facts.folders, "metrics": str(self.file.path), **self._places()}
         self._guard("console", lambda: self.console.first_screen(facts))
 
@@ -61,6 +64,7 @@ class Monitor:
             row: names of `metrics.ROW_KEYS` and numbers on the host; None leaves a metric out.
         """
         row = {key: value for key, value in row.items() if value is not None}
+        self._show_late_ops()
         self._write("row", {"step": step, **row})
         self._tell("log", step, row)
 
@@ -90,6 +94,15 @@ class Monitor:
         self._guard("console", lambda: self.console.finish(_closing_lines(summary, self.run_dir)))
         self._sinks.clear()
         self.file.close()
+
+    def _show_late_ops(self) -> None:
+        """Ops that learn their device or shapes from the first batch are chosen after the first screen: say so then."""
+        if self._ops_shown is None:
+            return
+        late = [choice for choice in registry.status() if choice.op not in self._ops_shown]
+        self._ops_shown = None
+        for line in op_lines(late):
+            self.event("op", " ".join(line.split()))
 
     def _archive_load(self) -> None:
         """The whole load history as one compressed array file beside the appended records."""

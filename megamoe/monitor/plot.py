@@ -88,6 +88,8 @@ def _open_run(folder: Path, name: str, colour: str) -> _Run:
 
 
 def _draw_quality(axes, runs: list[_Run]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     key, label = ("bits_per_byte", "bits per byte") if any(r.metrics.series("bits_per_byte")[0] for r in runs) else ("loss", "loss (nats per token)")
     values: list[float] = []
     for run in runs:
@@ -99,7 +101,7 @@ def _draw_quality(axes, runs: list[_Run]) -> None:
                 axes.plot(steps, _smooth(train), color=run.colour, linewidth=1.8)
             axes.plot([], [], color=run.colour, label=f"{run.name}: training, {_recent(train):.3f} at step {steps[-1]:,}")
             values += [v for v in train if math.isfinite(v)]
-        steps, held_out = run.metrics.series("eval_" + key)
+        steps, held_out = _held_out(run.metrics, "eval_" + key)
         if steps:
             axes.plot(steps, held_out, "o--", color=run.colour, markersize=5, linewidth=1, markerfacecolor="white", label=f"{run.name}: held out, {held_out[-1]:.3f}")
             values += [v for v in held_out if math.isfinite(v)]
@@ -109,6 +111,7 @@ def _draw_quality(axes, runs: list[_Run]) -> None:
         margin = 0.06 * max(high - low, 1e-3)
         axes.set_ylim(low - margin, high + margin)
     _draw_references(axes, baselines)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel(label)
     axes.set_title(_title(runs), loc="left", fontsize=12, fontweight="bold")
@@ -117,6 +120,15 @@ def _draw_quality(axes, runs: list[_Run]) -> None:
         axes.legend(loc="upper right", frameon=True, framealpha=0.9, fontsize=9)
     else:
         axes.text(0.5, 0.5, "no rows yet", transform=axes.transAxes, ha="center", color=GREY)
+
+
+def _held_out(metrics: RunMetrics, key: str) -> tuple[list[int], list[float]]:
+    """Evaluations by step; the one at the end of a run stands in its summary."""
+    steps, values = metrics.series(key)
+    last, value = metrics.summary.get("steps"), metrics.summary.get(key)
+    if isinstance(last, int) and isinstance(value, (int, float)) and last > max(steps, default=-1):
+        return [*steps, last], [*values, value]
+    return steps, values
 
 
 def _recent(values: list[float]) -> float:
@@ -165,6 +177,7 @@ def _draw_references(axes, baselines: dict[str, float]) -> None:
 
 def _draw_middle(axes, runs: list[_Run]) -> None:
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
 
     rate, norm, violation = axes
     for run in runs:
@@ -174,7 +187,8 @@ def _draw_middle(axes, runs: list[_Run]) -> None:
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     rate.set_ylim(bottom=0)
     norm.set_title("gradient norm before the clip", fontsize=10)
-    if any(any(v > 0 for v in run.metrics.series("grad_norm")[1]) for run in runs):
+    norms = [v for run in runs for v in run.metrics.series("grad_norm")[1] if v > 0 and math.isfinite(v)]
+    if norms and max(norms) > 5 * min(norms):
         norm.set_yscale("log")
     violation.set_title("MaxVio: largest expert load / mean − 1", fontsize=10)
     layers = _layer_keys(runs[0].metrics)
@@ -193,6 +207,7 @@ def _draw_middle(axes, runs: list[_Run]) -> None:
             violation.plot(*run.metrics.series("maxvio_mean"), color=run.colour, linewidth=1.5)
     violation.set_ylim(bottom=0)
     for panel in axes:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.set_xlabel("step", fontsize=9)
         panel.tick_params(labelsize=8, which="both")
         panel.grid(alpha=0.25)

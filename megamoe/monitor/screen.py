@@ -63,7 +63,7 @@ class FirstScreen:
             total = f"{self.num_steps:,} steps, {count(self.num_steps * self.tokens_per_step)} tokens"
             _add(out, "run", [total + (f"; continues from {self.resumed}" if self.resumed else "")])
         _add(out, "data", [*self.data, f"held out: {self.heldout}" if self.heldout else ""])
-        _add(out, "ops", _table(map(_op_row, status() if self.ops is None else self.ops)))
+        _add(out, "ops", op_lines(status() if self.ops is None else self.ops))
         _add(out, "features", _table(self.features))
         folders = ({"run": self.run_dir} if self.run_dir else {}) | self.folders
         _add(out, "folders", _table([(name, path, "") for name, path in folders.items()]))
@@ -96,6 +96,11 @@ def _table(rows: Iterable[tuple[str, str, str]]) -> list[str]:
         return []
     first, second = (max(len(str(row[i])) for row in rows) for i in (0, 1))
     return [f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in rows]
+
+
+def op_lines(choices: Iterable[Choice]) -> list[str]:
+    """One aligned line per op: its backend, and why not another."""
+    return _table(map(_op_row, choices))
 
 
 def _op_row(choice: Choice) -> tuple[str, str, str]:

@@ -134,6 +134,19 @@ def test_events_lose_the_passwords_of_urls(make, tmp_path, screen):
     assert "hunter2" not in screen.getvalue() + (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_ops_chosen_with_the_first_batch_are_told_then(make, screen, monkeypatch):
+    from megamoe.ops import registry
+
+    chosen = [Choice("early", "reference", ())]
+    monkeypatch.setattr(registry, "status", lambda: chosen)
+    monitor = make()
+    monitor.first_screen(FirstScreen("tiny", 1, 1, "1 rank", ops=list(chosen)))
+    chosen.append(Choice("late", "cuda", (("fla", "needs Triton"),)))
+    monitor.log(1, {"loss": 1.0})
+    monitor.log(2, {"loss": 1.0})
+    assert screen.getvalue().count("op: late cuda (fla: needs Triton)") == 1 and "op: early" not in screen.getvalue()
+
+
 # --- console --------------------------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamoe.monitor.metrics import LoadFile, MetricsFile
-from megamoe.monitor.plot import PLOT_FILE, _names, _smooth, plot_run
+from megamoe.monitor.metrics import LoadFile, MetricsFile, read_metrics
+from megamoe.monitor.plot import PLOT_FILE, _held_out, _names, _smooth, plot_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +64,16 @@ def test_runs_can_be_laid_over_each_other(tmp_path):
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     assert _names([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
+
+
+def test_the_evaluation_at_the_end_is_a_point(tmp_path):
+    run = write(tmp_path / "run", [1, 2])
+    file = MetricsFile(run, "id", 2)
+    file.write("row", {"step": 2, "eval_bits_per_byte": 3.0})
+    file.write("summary", {"steps": 5, "eval_bits_per_byte": 2.0})
+    assert _held_out(read_metrics(run), "eval_bits_per_byte") == ([2, 5], [3.0, 2.0])
+    file.write("summary", {"steps": 2, "eval_bits_per_byte": 9.0})
+    assert _held_out(read_metrics(run), "eval_bits_per_byte") == ([2], [3.0])
 
 
 def test_smoothing_keeps_a_line_and_passes_over_gaps():
