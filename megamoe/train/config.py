@@ -52,12 +52,10 @@ class EngineConfig:
     """
     Attributes:
         kind: `deepspeed` (ZeRO-1, fp32 masters) or `plain` (own sum reduction, torch optimizer, any dtype: the oracle).
-        zero1: shard AdamW state over the data-parallel ranks (DeepSpeed only).
         reduce_bucket_elements: size of the gradient buckets.
     """
 
     kind: EngineKind = EngineKind.deepspeed
-    zero1: bool = True
     reduce_bucket_elements: int = 50_000_000
 
     def __post_init__(self) -> None:
