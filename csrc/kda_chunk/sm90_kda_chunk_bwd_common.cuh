@@ -133,7 +133,7 @@ __device__ __forceinline__ float sum_squares_half_warp(uint4 x) {
   float s = 0.f;
   const uint32_t w[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-  for (int i = 0; i < 4; i++) s += bf_lo(w[i]) * bf_lo(w[i]) + bf_hi(w[i]) * bf_hi(w[i]);
+  for (int i = 0; i < 4; i++) s += bf_lo(w[i]) * bf_lo(w[i]), s += bf_hi(w[i]) * bf_hi(w[i]);
 #pragma unroll
   for (int m = 8; m; m >>= 1) s += shfl_xor(s, m);
   return s;

@@ -19,13 +19,13 @@ struct GradSmem {
   static constexpr int total = gate + kChunk * kLdGate * 4;         // [8][128] gate sums over eight rows
   static constexpr int first = total + 8 * kDim * 4;               // [4][128] gate of a tile's first row
   static constexpr int end_part = total;                           // [4][128] and
-  static constexpr int row_part = end_part + kTiles * kDim * 4;    // [3][4][64], over the gate sums once the anchors are known
+  static constexpr int row_part = end_part + kTiles * kDim * 4;    // [64][3][4], over the gate sums once the anchors are known
   static constexpr int state_part = first + kTiles * kDim * 4;     // [8][128] sums over v of S dS
   static constexpr int hop = state_part + 8 * kDim * 4;            // [3][128] e^(R_J+1 - R_J)
   static constexpr int start = hop + 3 * kDim * 4;                 // [128] e^(R_0 - shift)
   static constexpr int end = start + kDim * 4;                     // [4][128] e^(G_C - R_I + shift)
   static constexpr int decay = end + kTiles * kDim * 4;            // [128] e^(G_C)
-  static constexpr int rstd = decay + kDim * 4;                    // [64] of k, then of q
+  static constexpr int rstd = decay + kDim * 4;                    // [64] {of k, of q}
   static constexpr int beta = rstd + 2 * kChunk * 4, vdot = beta + kChunk * 4;
   static constexpr int warp_part = vdot + kChunk * 4;              // [16]
   static constexpr int bars = warp_part + 64, bytes = bars + 16;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       const float sk = sum_squares_half_warp(in.k[i]), sq = sum_squares_half_warp(in.q[i]);
       *reinterpret_cast<uint4*>(sm + GradSmem::k + i * 32 * 256 + off128(half_row, unit)) = in.k[i];
       *reinterpret_cast<uint4*>(sm + GradSmem::q + i * 32 * 256 + off128(half_row, unit)) = in.q[i];
-      if (unit == 0) rstd[half_row + i * 32] = rsqrt_fast(sk + kL2Eps), rstd[kChunk + half_row + i * 32] = rsqrt_fast(sq + kL2Eps);
+      if (unit == 0) *reinterpret_cast<float2*>(rstd + 2 * (half_row + i * 32)) = make_float2(rsqrt_fast(sk + kL2Eps), rsqrt_fast(sq + kL2Eps));
     }
     cp_async_wait<0>();
     __syncthreads();  // S1: rows, norms, gate sums, do, dv
@@ -176,13 +176,15 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       }
       unsigned char* rows8 = sm + group * 8 * 256;
       float* gate8 = gate + group * 8 * kLdGate + 2 * pair;
+      float4 norms;
 #pragma unroll
       for (int r = 0; r < 8; r++) {
         const float y0 = c0[r] + before.x, y1 = c1[r] + before.y;  // G - R + shift
         *reinterpret_cast<float2*>(gate8 + r * kLdGate) = make_float2(y0, y1);
         const uint32_t off = off128_pair(r, pair);
         const uint32_t kr = load_u32(rows8 + GradSmem::k + off), qr = load_u32(rows8 + GradSmem::q + off);
-        const float rk = rstd[group * 8 + r], rq = rstd[kChunk + group * 8 + r] * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
+        if (!(r & 1)) norms = *reinterpret_cast<const float4*>(rstd + 2 * (group * 8 + r));
+        const float rk = r & 1 ? norms.z : norms.x, rq = (r & 1 ? norms.w : norms.y) * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::k + off) = pack_bf16(k0 * up0, k1 * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::q + off) = pack_bf16(bf_lo(qr) * rq * up0, bf_hi(qr) * rq * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::kd + off) = pack_bf16(k0 * ex2(-y0), k1 * ex2(-y1));
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       const uint32_t xs[4] = {v_rows[i].x, v_rows[i].y, v_rows[i].z, v_rows[i].w}, ys[4] = {y.x, y.y, y.z, y.w};
       float s = 0.f;
 #pragma unroll
-      for (int j = 0; j < 4; j++) s += bf_lo(xs[j]) * bf_lo(ys[j]) + bf_hi(xs[j]) * bf_hi(ys[j]);
+      for (int j = 0; j < 4; j++) s += bf_lo(xs[j]) * bf_lo(ys[j]), s += bf_hi(xs[j]) * bf_hi(ys[j]);
 #pragma unroll
       for (int m = 8; m; m >>= 1) s += shfl_xor(s, m);
       if (unit == 0) vdot[half_row + i * 32] = s;
@@ -331,9 +333,9 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       for (int half = 0; half < 2; half++) {
         const unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
         const uint32_t qi = load_u32(at + GradSmem::q), ki = load_u32(at + GradSmem::k), kd = load_u32(at + GradSmem::kd);
-        dot[0][half] += bf_lo(qi) * aq[n][2 * half] + bf_hi(qi) * aq[n][2 * half + 1];
-        dot[1][half] += bf_lo(ki) * ak[n][2 * half] + bf_hi(ki) * ak[n][2 * half + 1];
-        dot[2][half] += bf_lo(kd) * ac[n][2 * half] + bf_hi(kd) * ac[n][2 * half + 1];
+        dot[0][half] += bf_lo(qi) * aq[n][2 * half], dot[0][half] += bf_hi(qi) * aq[n][2 * half + 1];
+        dot[1][half] += bf_lo(ki) * ak[n][2 * half], dot[1][half] += bf_hi(ki) * ak[n][2 * half + 1];
+        dot[2][half] += bf_lo(kd) * ac[n][2 * half], dot[2][half] += bf_hi(kd) * ac[n][2 * half + 1];
       }
 #pragma unroll
     for (int y = 0; y < 3; y++)
@@ -342,7 +344,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
         float s = dot[y][half];
         s += shfl_xor(s, 1);
         s += shfl_xor(s, 2);
-        if (t == 0) row_part[(y * 4 + cq) * kChunk + r0 + half * 8] = s;
+        if (t == 0) row_part[((r0 + half * 8) * 3 + y) * 4 + cq] = s;
       }
     __syncthreads();  // S3: row sums; dP, dL, and the operands' last reads by other warps
 
@@ -353,10 +355,11 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       float sum[3];
 #pragma unroll
       for (int y = 0; y < 3; y++) {
-        const float* part = row_part + y * 4 * kChunk + row;
-        sum[y] = (part[0] + part[kChunk]) + (part[2 * kChunk] + part[3 * kChunk]);
+        const float4 part = *reinterpret_cast<const float4*>(row_part + (row * 3 + y) * 4);
+        sum[y] = (part.x + part.y) + (part.z + part.w);
       }
-      const float rk = rstd[row], rq = rstd[kChunk + row], q_up = rq * p.scale, q_back = rq * sum[0] * rcp(p.scale), k_back = sum[1] + sum[2];
+      const float2 norm = *reinterpret_cast<const float2*>(rstd + 2 * row);
+      const float rk = norm.x, rq = norm.y, q_up = rq * p.scale, q_back = rq * sum[0] * rcp(p.scale), k_back = sum[1] + sum[2];
       if (cq == 0 && t == 0 && row < x.rows) {
         const float d = (1.f - beta[row]) * (vdot[row] + sum[1]);
         const int64_t i = (x.token0 + row) * p.dbeta_token_stride + x.head * p.dbeta_head_stride;

@@ -77,12 +77,13 @@ constexpr int kLd = 68;  // fp32 row of a 64-wide matrix
 struct PrepSmem {
   static constexpr int k = 0, q = k + kImage128, kd = q + kImage128, ko = kd + kImage128;  // ko: six [16][128] tiles
   static constexpr int l = ko, x = l + kChunk * kLd * 4, inverse = k;
-  static constexpr int total = ko + 6 * kTile * 256;  // per-tile gate sums
-  static constexpr int first = total + kTiles * kDim * 4, rstd = first + kTiles * kDim * 4, beta = rstd + 2 * kChunk * 4, bytes = beta + kChunk * 4;
+  static constexpr int total = kd, first = total + kTiles * kDim * 4;  // per-tile gate sums and first rows, until the columns are built
+  static constexpr int rstd = ko + 6 * kTile * 256, beta = rstd + 2 * kChunk * 4, bytes = beta + kChunk * 4;
 };
-static_assert(PrepSmem::x + 3 * kTile * 20 * 4 <= PrepSmem::total, "L and the merge's temporaries must fit over the rescaled columns");
+static_assert(PrepSmem::x + 3 * kTile * 20 * 4 <= PrepSmem::rstd, "L and the merge's temporaries must fit over the rescaled columns");
+static_assert(3 * (PrepSmem::bytes + 1024) <= 228 * 1024, "three blocks per SM");
 
-__global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args p) {
+__global__ void __launch_bounds__(kPrepThreads, 3) sm90_kda_bwd_prep(const Args p) {
   const int hl = blockIdx.x % p.heads, chunk = blockIdx.x / p.heads, head = p.head0 + hl;
   if (chunk >= p.doc_chunk[p.num_docs]) return;
   const int4 info = p.chunks[chunk];
@@ -138,8 +139,6 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
     const float sk = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::k + off)), sq = sum_squares_half_warp(*reinterpret_cast<uint4*>(sm + PrepSmem::q + off));
     if ((lane & 15) == 0) rstd[row] = make_float2(rsqrt_fast(sk + kL2Eps), rsqrt_fast(sq + kL2Eps) * p.scale);
   }
-  __syncthreads();
-
   // Anchors: R_I is the cumulated gate at tile I's first row. Every exponent below is <= 0 up to the constant shift.
   float2 R[kTiles], sum = make_float2(0.f, 0.f);
 #pragma unroll
@@ -156,6 +155,8 @@ __global__ void __launch_bounds__(kPrepThreads, 2) sm90_kda_bwd_prep(const Args 
   float hop0[kTiles], hop1[kTiles];
 #pragma unroll
   for (int i = 1; i < kTiles; i++) hop0[i] = ex2(R[i].x - own.x), hop1[i] = ex2(R[i].y - own.y);
+  __syncthreads();
+
   if (tile == 0) *reinterpret_cast<float2*>(p.decay + image * kDim + 2 * pair) = make_float2(ex2(sum.x), ex2(sum.y));
   const size_t tile_rows = image * kImage128 + tile * kTile * 256;
   unsigned char *ke = p.ke + tile_rows, *kg = p.kg + tile_rows, *qg = p.qg + tile_rows;

@@ -4,62 +4,97 @@
 // arranged so that each result, packed to bf16, is the next product's A operand without leaving the warp's registers:
 //   forward   x^T = v^T - S^T ke^T  ->  v~^T = x^T A'^T  ->  S^T = S^T e^(G_C) + v~^T kg
 //   reverse   dv~^T = do^T P + dS^T kg^T  ->  dv^T = dv~^T A'  ->  dS^T = dS^T e^(G_C) + do^T qg - dv^T ke
-// so warps share only the operand tiles in shared memory: two stages, filled by bulk copies (images) and cp.async (v, do).
+// so the four consumer warps share only the operand tiles in shared memory and never wait for one another. Two producer warps fill
+// them: what a step reads first (X) three steps deep, what it reads last (Y) two deep; each slot has a full and an empty barrier.
 #pragma once
 #include "sm90_kda_chunk_bwd_common.cuh"
 
 namespace megamoe::kda_bwd {
 
-constexpr int kScanWarps = 4, kScanThreads = kScanWarps * 32, kScanV = kScanWarps * 16, kScanSplits = kDim / kScanV;
+constexpr int kScanWarps = 4, kScanThreads = (kScanWarps + 2) * 32, kScanV = kScanWarps * 16, kScanSplits = kDim / kScanV;
 constexpr int kDvLd = 48;  // bytes of a token's row in the dv staging: 32 used, 48 apart to miss bank conflicts
+constexpr int kDepthX = 3, kDepthY = 2;
 
 struct ScanSmem {
-  // One stage.
-  static constexpr int ke = 0, kg = ke + kImage128, a = kg + kImage128, x = a + kImage64, decay = x + kChunk * kScanV * 2;
-  static constexpr int fwd_stage = decay + kDim * 4, qg = fwd_stage, p = qg + kImage128, rev_stage = p + kImage64;
-  // Behind two stages.
-  static constexpr int state_out = 2 * rev_stage, row_out = state_out + kScanWarps * 16 * kDim * 2, bars = row_out + kScanWarps * kChunk * kDvLd;
-  static constexpr int bytes = bars + 16;
+  // A slot of X: the image multiplied with the state (forward ke, reverse kg), A', v or do, P (reverse).
+  static constexpr int first = 0, a = first + kImage128, x = a + kImage64, p = x + kChunk * kScanV * 2, slot_x = p + kImage64;
+  // A slot of Y: the images of the update (forward kg, reverse ke and qg), the decay.
+  static constexpr int last = 0, qg = last + kImage128, decay = qg + kImage128, slot_y = decay + kDim * 4;
+  static constexpr int y = kDepthX * slot_x, state_out = y + kDepthY * slot_y, row_out = state_out + kScanWarps * 16 * kDim * 2;
+  static constexpr int bars = row_out + kScanWarps * kChunk * kDvLd;  // full and empty of each slot of X, then of Y
+  static constexpr int bytes = bars + 16 * (kDepthX + kDepthY);
 };
+static_assert(ScanSmem::slot_x % 256 == 0 && ScanSmem::slot_y % 256 == 0, "block addresses flip bits 5-7");
+static_assert(ScanSmem::bytes <= 227 * 1024, "one block per SM");
 
 struct ScanBlock {
   int tid, lane, warp, hl, head, doc, v0, chunk0, num_chunks;  // v0: first value column of the block
   int64_t token0, num_tokens;                                  // of the document
   uint32_t base;
-  const uint16_t* x;  // this thread's first 16 bytes of v or do
-  int64_t x_step;     // elements from one chunk to the next, in scan order
 };
 
-template <bool kReverse>
-__device__ __forceinline__ void scan_issue(const Args& p, const ScanBlock& b, int step) {
-  if (step < b.num_chunks) {
-    const int chunk = b.chunk0 + (kReverse ? b.num_chunks - 1 - step : step), stage = step & 1;
-    const uint32_t s = b.base + stage * ScanSmem::rev_stage, bar = b.base + ScanSmem::bars + stage * 8;
-    if (b.tid == 0) {
-      const size_t i = static_cast<size_t>(chunk) * p.heads + b.hl;
-      mbar_expect(bar, 2 * kImage128 + kImage64 + kDim * 4 + (kReverse ? kImage128 + kImage64 : 0));
-      bulk_load(s + ScanSmem::kg, p.kg + i * kImage128, kImage128, bar);
-      bulk_load(s + ScanSmem::ke, p.ke + i * kImage128, kImage128, bar);
-      bulk_load(s + ScanSmem::a, p.a + i * kImage64, kImage64, bar);
-      bulk_load(s + ScanSmem::decay, p.decay + i * kDim, kDim * 4, bar);
-      if (kReverse) {
-        bulk_load(s + ScanSmem::qg, p.qg + i * kImage128, kImage128, bar);
-        bulk_load(s + ScanSmem::p, p.p + i * kImage64, kImage64, bar);
-      }
-    }
-    // 8 threads a row of 64 values; 16 rows a pass.
-    const int row = b.tid >> 3;
-    const int64_t left = b.num_tokens - static_cast<int64_t>(chunk - b.chunk0) * kChunk;
-    const uint16_t* from = b.x + step * b.x_step;
-    const int64_t rows16 = 16 * (kReverse ? p.dout.token_stride : p.v.token_stride);
-    const uint32_t to = s + ScanSmem::x + off64(row, b.tid & 7);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      cp_async16(to + i * 2048, from, row + i * 16 < left);
-      from += rows16;
-    }
+// A ring position: slot and the parity of its current round.
+template <int kDepth>
+struct Ring {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kDepth) slot = 0, parity ^= 1;
   }
-  cp_async_commit();  // an empty group when there is nothing left: the waits count groups
+};
+__device__ __forceinline__ uint32_t full_x(const ScanBlock& b, int slot) { return b.base + ScanSmem::bars + slot * 16; }
+__device__ __forceinline__ uint32_t full_y(const ScanBlock& b, int slot) { return b.base + ScanSmem::bars + (kDepthX + slot) * 16; }
+
+template <bool kReverse>
+__device__ __forceinline__ void produce_x(const Args& p, const ScanBlock& b) {
+  const Rows& src = kReverse ? p.dout : p.v;
+  const int first_chunk = kReverse ? b.num_chunks - 1 : 0, row = b.lane >> 3;
+  const uint16_t* from = src.at(b.token0 + static_cast<int64_t>(first_chunk) * kChunk + row, b.head) + b.v0 + (b.lane & 7) * 8;
+  const int64_t step_rows = (kReverse ? -kChunk : kChunk) * src.token_stride, rows4 = 4 * src.token_stride;
+  // Rows 4 apart alternate between two swizzles.
+  const uint32_t to_even = off64(row, b.lane & 7), to_odd = off64(row + 4, b.lane & 7);
+  size_t image = static_cast<size_t>(b.chunk0 + first_chunk) * p.heads + b.hl;
+  int64_t left = b.num_tokens - static_cast<int64_t>(first_chunk) * kChunk - row;
+  Ring<kDepthX> ring;
+  for (int step = 0; step < b.num_chunks; step++) {
+    const uint32_t s = b.base + ring.slot * ScanSmem::slot_x, full = full_x(b, ring.slot);
+    mbar_wait(full + 8, ring.parity ^ 1);
+    if (b.lane == 0) {
+      mbar_expect(full, kImage128 + kImage64 + (kReverse ? kImage64 : 0));
+      bulk_load(s + ScanSmem::first, (kReverse ? p.kg : p.ke) + image * kImage128, kImage128, full);
+      if (kReverse) bulk_load(s + ScanSmem::p, p.p + image * kImage64, kImage64, full);
+      bulk_load(s + ScanSmem::a, p.a + image * kImage64, kImage64, full);
+    }
+    const uint16_t* row_from = from;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      cp_async16(s + ScanSmem::x + (i & 1 ? to_odd : to_even) + (i >> 1) * 1024, row_from, i * 4 < left);
+      row_from += rows4;
+    }
+    mbar_arrive_after_cp_async(full);
+    from += step_rows, left += kReverse ? kChunk : -kChunk;
+    image += kReverse ? -static_cast<size_t>(p.heads) : static_cast<size_t>(p.heads);
+    ring.next();
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+}
+
+template <bool kReverse>
+__device__ __forceinline__ void produce_y(const Args& p, const ScanBlock& b) {
+  if (b.lane) return;
+  size_t image = static_cast<size_t>(b.chunk0 + (kReverse ? b.num_chunks - 1 : 0)) * p.heads + b.hl;
+  Ring<kDepthY> ring;
+  for (int step = 0; step < b.num_chunks; step++) {
+    const uint32_t s = b.base + ScanSmem::y + ring.slot * ScanSmem::slot_y, full = full_y(b, ring.slot);
+    mbar_wait(full + 8, ring.parity ^ 1);
+    mbar_expect(full, kImage128 + kDim * 4 + (kReverse ? kImage128 : 0));
+    bulk_load(s + ScanSmem::decay, p.decay + image * kDim, kDim * 4, full);
+    if (kReverse) bulk_load(s + ScanSmem::qg, p.qg + image * kImage128, kImage128, full);
+    bulk_load(s + ScanSmem::last, (kReverse ? p.ke : p.kg) + image * kImage128, kImage128, full);
+    image += kReverse ? -static_cast<size_t>(p.heads) : static_cast<size_t>(p.heads);
+    ring.next();
+  }
 }
 
 // state *= e^(G_C): columns are channels.
@@ -106,14 +141,18 @@ __device__ __forceinline__ void pack_rows(uint32_t (&a)[4][4], const float (&acc
   for (int kb = 0; kb < 4; kb++) pack_a(a[kb], acc[2 * kb], acc[2 * kb + 1]);
 }
 
-// One lane sends this warp's staging out; the next use waits for the copy engine to have read it.
-__device__ __forceinline__ void send(int lane, unsigned char* dst, uint32_t src, uint32_t bytes) {
-  fence_async_proxy();
+// Copies this warp's staging out, 16 bytes a lane.
+template <int kBytes>
+__device__ __forceinline__ void send(int lane, unsigned char* dst, const unsigned char* src) {
   __syncwarp();
-  if (lane == 0) {
-    bulk_store(dst, src, bytes);
-    bulk_commit();
-  }
+#pragma unroll
+  for (int i = 0; i < kBytes / 512; i++) reinterpret_cast<uint4*>(dst)[i * 32 + lane] = reinterpret_cast<const uint4*>(src)[i * 32 + lane];
+  __syncwarp();  // the staging may be written again
+}
+// The last read of a slot by this warp.
+__device__ __forceinline__ void release(int lane, uint32_t full) {
+  __syncwarp();
+  if (lane == 0) mbar_arrive(full + 8);
 }
 
 __device__ __forceinline__ void load_state(float (&state)[16][4], const float* src, int v, int t) {
@@ -127,35 +166,28 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
   const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
-  const uint32_t state_out = b.base + ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = b.base + ScanSmem::row_out + b.warp * kChunk * kDvLd;
+  const int state_out = ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = ScanSmem::row_out + b.warp * kChunk * kDvLd;
   float state[16][4];
   load_state(state, p.initial_state ? p.initial_state + (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim : nullptr, v + g, t);
-  scan_issue<false>(p, b, 0);
-  scan_issue<false>(p, b, 1);
-  for (int step = 0; step < b.num_chunks; step++) {
-    const size_t image = static_cast<size_t>(b.chunk0 + step) * p.heads + b.hl;
-    const int stage = step & 1;
-    const uint32_t s = b.base + stage * ScanSmem::rev_stage;
-    cp_async_wait<1>();
-    mbar_wait(b.base + ScanSmem::bars + stage * 8, (step >> 1) & 1);
-    if (b.lane == 0) bulk_wait_read<0>();
-    __syncthreads();
-
+  size_t image = static_cast<size_t>(b.chunk0) * p.heads + b.hl;
+  Ring<kDepthX> rx;
+  Ring<kDepthY> ry;
+  for (int step = 0; step < b.num_chunks; step++, image += p.heads) {
+    const uint32_t sx = b.base + rx.slot * ScanSmem::slot_x;
+    mbar_wait(full_x(b, rx.slot), rx.parity);
     // x^T starts as v^T: a transposed read of [token][v] is the packed form of this accumulator.
     float x[8][4];
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) {
       uint32_t a[4];
-      ldsm4_t(a, block64(s + ScanSmem::x + crossed64, kb, b.warp));
+      ldsm4_t(a, block64(sx + ScanSmem::x + crossed64, kb, b.warp));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float* c = x[2 * kb + (i >> 1)] + (i & 1) * 2;
         c[0] = bf_lo(a[i]), c[1] = bf_hi(a[i]);
       }
     }
-    state_times_rows<true>(x, state, s + ScanSmem::ke + crossed128, state_out + straight128);
-    send(b.lane, p.s + image * kImageState + v * 256, state_out, 16 * 256);
-
+    state_times_rows<true>(x, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight128);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, x);
     float vn[8][4] = {};
@@ -164,19 +196,24 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
       for (int kb = 0; kb <= nb; kb++) {
         uint32_t f[4];
-        ldsm4(f, block64(s + ScanSmem::a + crossed64, nb, kb));
+        ldsm4(f, block64(sx + ScanSmem::a + crossed64, nb, kb));
         mma(vn[2 * nb], xa[kb], f[0], f[1]);
         mma(vn[2 * nb + 1], xa[kb], f[2], f[3]);
       }
+    release(b.lane, full_x(b, rx.slot));
+    rx.next();
     pack_rows(va, vn);
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) stsm4(block64(row_out + straight64, 0, kb), va[kb]);
-    send(b.lane, p.vt + image * kImage128 + v * 128, row_out, 16 * 128);
+    for (int kb = 0; kb < 4; kb++) stsm4(block64(b.base + row_out + straight64, 0, kb), va[kb]);
+    send<16 * 256>(b.lane, p.s + image * kImageState + v * 256, sm + state_out);
+    send<16 * 128>(b.lane, p.vt + image * kImage128 + v * 128, sm + row_out);
 
-    decay_state(state, sm + stage * ScanSmem::rev_stage + ScanSmem::decay, t);
-    add_rank64(state, va, s + ScanSmem::kg + straight128);
-    __syncthreads();
-    scan_issue<false>(p, b, step + 2);
+    const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
+    mbar_wait(full_y(b, ry.slot), ry.parity);
+    decay_state(state, sm + sy + ScanSmem::decay, t);
+    add_rank64(state, va, b.base + sy + ScanSmem::last + straight128);
+    release(b.lane, full_y(b, ry.slot));
+    ry.next();
   }
 }
 
@@ -184,42 +221,33 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
   const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
-  const uint32_t state_out = b.base + ScanSmem::state_out + b.warp * 16 * kDim * 2;
-  const int row_out_offset = ScanSmem::row_out + b.warp * kChunk * kDvLd;
+  const int state_out = ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = ScanSmem::row_out + b.warp * kChunk * kDvLd;
   const size_t doc_state = (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim;
   float state[16][4];
   load_state(state, p.dfinal_state ? p.dfinal_state + doc_state : nullptr, v + g, t);
-  uint16_t* dv_out = p.dv.at(b.token0 + static_cast<int64_t>(b.num_chunks - 1) * kChunk + (b.lane >> 1), b.head) + v + (b.lane & 1) * 8;
-  const int64_t dv_step = kChunk * p.dv.token_stride;
-  scan_issue<true>(p, b, 0);
-  scan_issue<true>(p, b, 1);
-  for (int step = 0; step < b.num_chunks; step++) {
-    const int chunk = b.chunk0 + b.num_chunks - 1 - step;
-    const size_t image = static_cast<size_t>(chunk) * p.heads + b.hl;
-    const int64_t left = b.num_tokens - static_cast<int64_t>(chunk - b.chunk0) * kChunk;
-    const int stage = step & 1;
-    const uint32_t s = b.base + stage * ScanSmem::rev_stage;
-    cp_async_wait<1>();
-    mbar_wait(b.base + ScanSmem::bars + stage * 8, (step >> 1) & 1);
-    if (b.lane == 0) bulk_wait_read<0>();
-    __syncthreads();
-
+  const int64_t last_token = static_cast<int64_t>(b.num_chunks - 1) * kChunk + (b.lane >> 1);
+  uint16_t* dv_out = p.dv.at(b.token0 + last_token, b.head) + v + (b.lane & 1) * 8;
+  int64_t left = b.num_tokens - last_token;  // rows of the document from this lane's first one on
+  size_t image = static_cast<size_t>(b.chunk0 + b.num_chunks - 1) * p.heads + b.hl;
+  Ring<kDepthX> rx;
+  Ring<kDepthY> ry;
+  for (int step = 0; step < b.num_chunks; step++, image -= p.heads) {
+    const uint32_t sx = b.base + rx.slot * ScanSmem::slot_x;
+    mbar_wait(full_x(b, rx.slot), rx.parity);
     float dvn[8][4] = {};
     uint32_t da[4][4];  // do^T over the chunk's rows
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) ldsm4_t(da[kb], block64(s + ScanSmem::x + crossed64, kb, b.warp));
+    for (int kb = 0; kb < 4; kb++) ldsm4_t(da[kb], block64(sx + ScanSmem::x + crossed64, kb, b.warp));
 #pragma unroll
     for (int kb = 0; kb < 4; kb++)
 #pragma unroll
       for (int nb = 0; nb <= kb; nb++) {
         uint32_t f[4];
-        ldsm4_t(f, block64(s + ScanSmem::p + straight64, kb, nb));
+        ldsm4_t(f, block64(sx + ScanSmem::p + straight64, kb, nb));
         mma(dvn[2 * nb], da[kb], f[0], f[1]);
         mma(dvn[2 * nb + 1], da[kb], f[2], f[3]);
       }
-    state_times_rows<false>(dvn, state, s + ScanSmem::kg + crossed128, state_out + straight128);
-    send(b.lane, p.ds + image * kImageState + v * 256, state_out, 16 * 256);
-
+    state_times_rows<false>(dvn, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight128);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, dvn);
     float dv[8][4] = {};
@@ -228,30 +256,37 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
       for (int nb = 0; nb <= kb; nb++) {
         uint32_t f[4];
-        ldsm4_t(f, block64(s + ScanSmem::a + straight64, kb, nb));
+        ldsm4_t(f, block64(sx + ScanSmem::a + straight64, kb, nb));
         mma(dv[2 * nb], xa[kb], f[0], f[1]);
         mma(dv[2 * nb + 1], xa[kb], f[2], f[3]);
       }
+    release(b.lane, full_x(b, rx.slot));
+    rx.next();
     pack_rows(va, dv);
     // dv leaves through a [token][16 v] staging: a transposed store of the fragments, then 16 bytes a lane.
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out_offset + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
-    __syncwarp();
-    uint16_t* to = dv_out - step * dv_step;
+    for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
+    send<16 * 256>(b.lane, p.ds + image * kImageState + v * 256, sm + state_out);
+    {
+      uint16_t* to = dv_out;
+      const unsigned char* from = sm + row_out + (b.lane >> 1) * kDvLd + (b.lane & 1) * 16;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int row = i * 16 + (b.lane >> 1);
-      const uint4 x = *reinterpret_cast<const uint4*>(sm + row_out_offset + row * kDvLd + (b.lane & 1) * 16);
-      if (row < left) *reinterpret_cast<uint4*>(to) = x;
-      to += 16 * p.dv.token_stride;
+      for (int i = 0; i < 4; i++) {
+        const uint4 x = *reinterpret_cast<const uint4*>(from + i * 16 * kDvLd);
+        if (i * 16 < left) *reinterpret_cast<uint4*>(to) = x;
+        to += 16 * p.dv.token_stride;
+      }
+      dv_out -= kChunk * p.dv.token_stride, left += kChunk;
     }
-    decay_state(state, sm + stage * ScanSmem::rev_stage + ScanSmem::decay, t);
-    add_rank64(state, da, s + ScanSmem::qg + straight128);
+    const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
+    mbar_wait(full_y(b, ry.slot), ry.parity);
+    decay_state(state, sm + sy + ScanSmem::decay, t);
+    add_rank64(state, da, b.base + sy + ScanSmem::qg + straight128);
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) negate_a(va[kb], va[kb]);
-    add_rank64(state, va, s + ScanSmem::ke + straight128);
-    __syncthreads();
-    scan_issue<true>(p, b, step + 2);
+    add_rank64(state, va, b.base + sy + ScanSmem::last + straight128);
+    release(b.lane, full_y(b, ry.slot));
+    ry.next();
   }
   if (p.dinitial_state) {
     float* out = p.dinitial_state + doc_state;
@@ -275,24 +310,31 @@ __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args 
   const bool forward = i / p.num_docs;
   b.chunk0 = p.doc_chunk[b.doc], b.num_chunks = p.doc_chunk[b.doc + 1] - b.chunk0;
   b.token0 = doc_start(p, b.doc), b.num_tokens = doc_start(p, b.doc + 1) - b.token0;
-  {
-    const Rows& src = forward ? p.v : p.dout;
-    const int64_t first = forward ? 0 : static_cast<int64_t>(b.num_chunks - 1) * kChunk;
-    b.x = src.at(b.token0 + first + (b.tid >> 3), b.head) + b.v0 + (b.tid & 7) * 8;
-    b.x_step = (forward ? kChunk : -kChunk) * src.token_stride;
-  }
   b.base = smem_addr(sm);
   if (b.tid == 0) {
-    mbar_init(b.base + ScanSmem::bars, 1);
-    mbar_init(b.base + ScanSmem::bars + 8, 1);
+    for (int i = 0; i < kDepthX + kDepthY; i++) {
+      const uint32_t full = b.base + ScanSmem::bars + i * 16;
+      mbar_init(full, i < kDepthX ? 33 : 1);  // one arrival announces the bytes; in X each producer lane adds its own copies
+      mbar_init(full + 8, kScanWarps);
+    }
     fence_mbar_init();
   }
   __syncthreads();
-  if (forward)
+  if (b.warp == kScanWarps) {
+    if (forward)
+      produce_x<false>(p, b);
+    else
+      produce_x<true>(p, b);
+  } else if (b.warp == kScanWarps + 1) {
+    if (forward)
+      produce_y<false>(p, b);
+    else
+      produce_y<true>(p, b);
+  } else if (forward) {
     scan_forward(p, b, sm);
-  else
+  } else {
     scan_reverse(p, b, sm);
-  if (b.lane == 0) bulk_wait_all();  // shared memory must outlive the copies out of it
+  }
 }
 
 }  // namespace megamoe::kda_bwd

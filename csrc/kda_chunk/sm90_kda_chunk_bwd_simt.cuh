@@ -34,17 +34,15 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 
 namespace megamoe::simt {
 
-struct Copy { unsigned char* dst; std::vector<unsigned char> data; const unsigned char* late_src; unsigned char* late_dst; size_t bytes; };
 struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   bool done = false;
   std::vector<std::vector<std::function<void()>>> groups{1};       // cp.async groups, the last one open
-  std::vector<std::vector<std::function<void()>>> store_groups{1};  // bulk stores
 };
 struct Collective { int count = 0; uint64_t generation = 0; void* args[32]; };
 struct Barrier { int count = 0; uint64_t generation = 0; };
-struct Mbar { int phase = 0; int64_t pending = 0; bool armed = false; std::vector<std::function<void()>> copies; };
+struct Mbar { int phase = 0, expected = 0, missing = 0; int64_t bytes = 0; std::vector<std::function<void()>> copies; };
 
 struct Block {
   std::vector<Fiber> fibers;
@@ -117,7 +115,6 @@ inline void launch(dim3 grid, int threads, size_t smem_bytes, Kernel kernel) {
         for (auto& f : b.fibers) {
           f.done = false;
           f.groups.assign(1, {});
-          f.store_groups.assign(1, {});
           getcontext(&f.context);
           f.context.uc_stack.ss_sp = f.stack.data();
           f.context.uc_stack.ss_size = f.stack.size();
@@ -137,9 +134,6 @@ inline void launch(dim3 grid, int threads, size_t smem_bytes, Kernel kernel) {
             abort();
           }
         }
-        for (auto& f : b.fibers)  // what a kernel never waited for still lands, after its end
-          for (auto& g : f.store_groups)
-            for (auto& c : g) c();
       }
 }
 
@@ -258,21 +252,30 @@ inline simt::Mbar& mbar(uint32_t bar) {
   fprintf(stderr, "simt: mbarrier at %u was not initialised\n", bar);
   abort();
 }
-inline void mbar_init(uint32_t bar, uint32_t) { block->mbars.push_back({bar, simt::Mbar()}); }
-inline void mbar_expect(uint32_t bar, uint32_t bytes) { mbar(bar).pending += bytes, mbar(bar).armed = true, block->progress++; }
-inline void mbar_wait(uint32_t bar, uint32_t parity) {
-  for (;;) {
-    simt::Mbar& m = mbar(bar);
-    if (m.phase != (int)parity) return;
-    if (m.armed && m.pending == 0) {
-      for (auto& c : m.copies) c();
-      m.copies.clear(), m.armed = false, m.phase ^= 1, block->progress++;
-      return;
-    }
-    simt::yield();
-  }
+inline void mbar_init(uint32_t bar, uint32_t arrivals) {
+  simt::Mbar m;
+  m.expected = m.missing = arrivals;
+  block->mbars.push_back({bar, m});
 }
-inline void fence_async_proxy() {}
+// A phase ends when its arrivals and bytes are in; its copies are delivered at that moment, not before.
+inline void mbar_settle(simt::Mbar& m) {
+  block->progress++;
+  if (m.missing || m.bytes) return;
+  for (auto& c : m.copies) c();
+  m.copies.clear(), m.missing = m.expected, m.phase ^= 1;
+}
+inline void mbar_arrive(uint32_t bar) { mbar(bar).missing--, mbar_settle(mbar(bar)); }
+inline void mbar_expect(uint32_t bar, uint32_t bytes) { mbar(bar).bytes += bytes, mbar_arrive(bar); }
+inline void mbar_arrive_after_cp_async(uint32_t bar) {
+  for (auto& group : block->fibers[block->current].groups) {
+    for (auto& c : group) mbar(bar).copies.push_back(c);
+    group.clear();
+  }
+  mbar_arrive(bar);
+}
+inline void mbar_wait(uint32_t bar, uint32_t parity) {
+  while (mbar(bar).phase == (int)parity) simt::yield();
+}
 inline void fence_mbar_init() {}
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   unsigned char* d = at(dst, bytes, 16);
@@ -280,23 +283,11 @@ inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t ba
     fprintf(stderr, "simt: bulk load not 16-byte aligned\n");
     abort();
   }
-  mbar(bar).pending -= bytes;
-  mbar(bar).copies.push_back([=] { memcpy(d, src, bytes); });
+  simt::Mbar& m = mbar(bar);
+  m.bytes -= bytes;
+  m.copies.push_back([=] { memcpy(d, src, bytes); });
+  mbar_settle(m);
 }
-inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
-  unsigned char* s = at(src, bytes, 16);
-  block->fibers[block->current].store_groups.back().push_back([=] { memcpy(dst, s, bytes); });
-}
-inline void bulk_commit() { block->fibers[block->current].store_groups.emplace_back(); }
-template <int kPending>
-inline void bulk_wait_read() {
-  auto& groups = block->fibers[block->current].store_groups;
-  while ((int)groups.size() - 1 > kPending) {
-    for (auto& c : groups.front()) c();
-    groups.erase(groups.begin());
-  }
-}
-inline void bulk_wait_all() { bulk_wait_read<0>(); }
 inline void bar_sync(int id, int threads) { simt::barrier_wait(block->barriers[id], threads); }
 struct ShflArgs { float in, out; int mask; };
 inline float shfl_xor(float x, int lane_mask) {
