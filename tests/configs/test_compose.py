@@ -112,7 +112,7 @@ MISTAKES = {
     "optim.lr=fast": ["optim.lr=fast", "a number"],
     "optim.lr=null": ["optim.lr=null", "a number"],
     "optim.lr=": ["optim.lr=", "a number"],
-    "engine.zero1=maybe": ["engine.zero1=maybe", "true or false"],
+    "model.mla.output_gate=maybe": ["model.mla.output_gate=maybe", "true or false"],
     "model.full_attn_layers=3": ["model.full_attn_layers=3", "a list of whole numbers"],
     "model.mla.q_lora_rank=x": ["model.mla.q_lora_rank=x", "a whole number, or null"],
     "train=5": ["train=5", "a section"],
