@@ -6,7 +6,7 @@
 
 MEGAMOE_BUILD_CUDA = auto (default: build when nvcc is found) | 0 (never) | 1 (fail without nvcc).
 MAX_JOBS bounds parallel compilers (default: all cores). Objects are kept in build/cuda, named by what went into them, so
-that only changed files are compiled again. Kernels are torch-free and built for sm_90a alone; only csrc/ops.cpp sees torch's
+that only changed files are compiled again. Kernels are torch-free and built for sm_90a alone; only csrc/ops*.cpp see torch's
 headers, through the stable ABI, so one binary serves every torch from 2.11 on.
 """
 
@@ -54,7 +54,7 @@ def find_torch() -> Path:
 def sources() -> list[Path]:
     """Kernels to compile. `*_driver.cu` are C entries for tests, not part of the extension."""
     kernels = [path for path in sorted(ROOT.glob("csrc/*/*.cu")) if not path.stem.endswith("_driver")]
-    return [*kernels, ROOT / "csrc" / "ops.cpp"]
+    return [*kernels, *sorted(ROOT.glob("csrc/*.cpp"))]
 
 
 class BuildCuda(build_ext):
