@@ -56,16 +56,20 @@ def run(op, inputs, cu, weights, *, dtype=None, grads=True, **kw):
         loss = (o.double() * weights[0].double()).sum() + (final.double() * weights[1].double()).sum()
         wanted = [n for n in NAMES if leaves[n] is not None]
         result |= dict(zip(wanted, torch.autograd.grad(loss, [leaves[n] for n in wanted])))
+        z = leaves["g"].detach().double() + (0.0 if leaves["dt_bias"] is None else leaves["dt_bias"].detach().double())
+        result["A_log_terms"] = (result["g"].double() * z).square().sum((0, 2)).sqrt()
     return result
 
 
 def assert_close(actual, expected, names=None):
-    for name in names or actual:
+    for name in names or [n for n in actual if n in LIMITS]:
         a, b = actual[name].double(), expected[name].double()
         assert torch.isfinite(a).all(), name
         if b.numel() == 0:
             continue
-        error, worst = (a - b).norm() / b.norm().clamp_min(1e-30), (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+        # d A_log sums T·K terms of either sign into one number a head: its rounding is that of the terms, whatever they cancel to.
+        scale = torch.maximum(b.abs(), expected["A_log_terms"]) if name == "A_log" else b.abs()
+        error, worst = (a - b).norm() / scale.norm().clamp_min(1e-30), (a - b).abs().max() / scale.max().clamp_min(1e-30)
         assert error <= LIMITS[name] and worst <= 0.05, f"{name}: rms {error:.1e} (limit {LIMITS[name]:.0e}), worst element {worst:.1e}"
 
 
