@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megamoe.utils.errors import check
 
@@ -15,6 +15,8 @@ class ParallelConfig:
         dp: data-parallel ranks; 0 takes what the other axes leave of the world.
         tp, pp, cp, ep: tensor, pipeline, context and expert-parallel sizes.
         vpp: virtual pipeline stages per rank (interleaved 1F1B).
+        stage_layers: layers of each of the pp·vpp pipeline chunks, in the model's order; empty balances them by cost.
+        ranks_per_device: local ranks that share one GPU (proofs of a layout on few devices).
         timeout_s: time-out of every process group: a collective that waits longer ends the run.
     """
 
@@ -24,12 +26,15 @@ class ParallelConfig:
     cp: int = 1
     ep: int = 1
     vpp: int = 1
+    stage_layers: list[int] = field(default_factory=list)
+    ranks_per_device: int = 1
     timeout_s: int = 600
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "cp", "ep", "vpp"):
+        for axis in ("tp", "pp", "cp", "ep", "vpp", "ranks_per_device"):
             check(getattr(self, axis) >= 1, f"parallel.{axis}", getattr(self, axis), "must be at least 1")
         check(self.dp >= 0, "parallel.dp", self.dp, "must be positive, or 0 to take what the other axes leave")
+        check(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "virtual stages need parallel.pp of 2 or more; use vpp=1")
         check(self.timeout_s > 0, "parallel.timeout_s", self.timeout_s, "must be a positive number of seconds")
 
     def resolve_dp(self, world_size: int) -> int:
