@@ -81,6 +81,11 @@ def test_bytes_of_one_pass_are_the_bytes_of_the_texts(tmp_path, corpus, texts):
     total = sum(dataset.window(i).num_bytes for dataset in (train, heldout) for i in range(len(dataset)))
     assert total == sum(len(text.encode()) for text in texts)
     assert train.describe()["bytes"] + heldout.describe()["bytes"] == total
+    for i in range(len(train)):
+        window = train.window(i)
+        # Ids of bytes come first, so single tokens decode to text only in part: lengths are compared token by token.
+        expected = [len(train.tokenizer._tokenizer.id_to_token(int(label))) for label in window.labels if label > 0]
+        assert window.num_bytes == sum(expected), "bytes of the labels, not of the inputs"
 
 
 def test_held_out_documents_depend_on_their_text_alone(tmp_path, corpus, texts, tokenizer):

@@ -58,9 +58,10 @@ def test_best_fit_wastes_little_and_concat_nothing():
 
 
 def test_a_piece_goes_where_the_least_room_is_left():
-    # 6 and 5 open two windows of 10, with rooms 4 and 5; 4 must take the room of 4, so that the last 5 fits too.
-    index = pack_best_fit(np.array([6, 5, 4, 5]), 10, seed=0, window_documents=10)
-    assert sorted(sorted(length.tolist()) for _, _, length in windows_of(index)) == [[4, 6], [5, 5]]
+    # In windows of 8, 5 and 4 leave rooms 3 and 4. Taking the least room, 3 closes the first and 2, 2 the second;
+    # taking the most, 3 would leave 3 and 1, and the last 2 would need a third window.
+    index = pack_best_fit(np.array([2, 4, 3, 2, 5]), 8, seed=0, window_documents=10)
+    assert sorted(sorted(length.tolist()) for _, _, length in windows_of(index)) == [[2, 2, 4], [3, 5]]
 
 
 @pytest.mark.parametrize("kind", ["best_fit", "concat"])
