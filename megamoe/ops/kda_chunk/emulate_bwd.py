@@ -110,6 +110,7 @@ class _Chunk:
         live = torch.arange(CHUNK)[:, None] < num_rows
         self.z = g_raw + bias
         self.sigma = torch.sigmoid(rate * self.z)
+        self.one_minus_sigma = torch.sigmoid(-rate * self.z)  # 1 - sigma loses everything where the gate saturates
         g2 = torch.where(live, lower_bound * LOG2E * self.sigma, 0.0)
         self.rq, self.rk = ((x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in (q, k))
         self.scale, self.beta = scale, torch.where(live[..., 0], torch.sigmoid(beta_raw), 0.0)
@@ -206,6 +207,6 @@ class _Chunk:
         # L2 norm backward: y·dy is a sum over the products at hand, since the tile's two factors are inverse to each other.
         dq_raw = self.rq * (dq * self.scale - self.qI * self.e_col / self.scale * row_q)
         dk_raw = self.rk * (dk_row + dk_col - self.kI * self.e_col * (row_k + col_k))
-        dz = dg * self.lower_bound * self.sigma * (1 - self.sigma) * self.rate
+        dz = dg * self.lower_bound * self.sigma * self.one_minus_sigma * self.rate
         dz[:, self.num_rows :] = 0
         return dict(dq=dq_raw, dk=dk_raw, dv=self.dv, dg=dz, dbeta=dlogit, dA_log=(dz * self.z).sum((1, 2)), ddt_bias=dz.sum(1))
