@@ -8,6 +8,9 @@ holds momentum and the fp32 master, orthogonalises whole blocks, and sends the n
     reduce        reduce_scatter(buffer)                  each owner gets its units
     step          momentum, Newton–Schulz, master, weights → all_gather
 
+A matrix that is cut over tensor-parallel ranks is owned slice by slice; for Newton–Schulz the owners of its slices put it
+together at one of them (`optim/whole.py`), so that the update is that of the whole matrix.
+
 Rules (arXiv:2502.16982; per-head blocks as in the K3 report): M ← μM + G; U = NS(G + μM);
 W ← W − lr·(0.2·sqrt(max(rows, cols))·U + wd·W), with rows and cols of the block. Gradients are clipped before M.
 """
@@ -15,13 +18,14 @@ W ← W − lr·(0.2·sqrt(max(rows, cols))·U + wd·W), with rows and cols of t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megamoe.optim.newton_schulz import newton_schulz
+from megamoe.optim.whole import cut_dim, on_whole_matrices
 from megamoe.parallel.mesh import Axis
 from megamoe.utils.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -81,7 +85,8 @@ class Muon:
 
     Args:
         params: the parameters; each carries `p.megamoe` (ParamInfo) with its block shape and weight-decay flag.
-        axis: ranks that hold the same parameters and different tokens (`dp_cp`, or `edp` for experts).
+        axis: ranks that hold the same slices and a part of their gradient each (see `ParamInfo.reduce_axis`).
+        tp: ranks that hold the other slices of cut matrices, at the same place in their own axes.
         momentum, ns_steps: see `OptimConfig`.
         weight_decay: applied where the parameter's record says so.
         ns_dtype: dtype of the Newton–Schulz products; None keeps the master's.
@@ -89,10 +94,11 @@ class Muon:
     Construction registers a hook on every parameter, so exactly one Muon may hold a parameter.
     """
 
-    def __init__(self, params: list[nn.Parameter], axis: Axis, *, momentum: float, ns_steps: int, weight_decay: float, ns_dtype: torch.dtype | None = None):
-        self.params, self.axis = params, axis
+    def __init__(self, params: list[nn.Parameter], axis: Axis, tp: Axis = Axis(), *, momentum: float, ns_steps: int, weight_decay: float, ns_dtype: torch.dtype | None = None):
+        self.params, self.axis, self.tp = params, axis, tp
         self.momentum, self.ns_steps, self.weight_decay, self.ns_dtype = momentum, ns_steps, weight_decay, ns_dtype
         self.blocks = [Blocks(*p.megamoe.muon_view(p)) for p in params]
+        self.cut_dim = [cut_dim(p.megamoe, p) for p in params]
         self.units = plan_units(self.blocks, axis.size)
         self.mine = [u for u in self.units if u.owner == axis.rank]
         share = [sum((u.stop - u.start) * self.blocks[u.index].numel for u in self.units if u.owner == o) for o in range(axis.size)]
@@ -138,13 +144,16 @@ class Muon:
         self.grad_part.copy_(out)
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of the summed gradients over all owners, a scalar of the state dtype. Collective."""
-        total = torch.zeros((), dtype=self.state_dtype, device=self.grad_flat.device)
+        """Sum of squares of the summed gradients owned here, float64 scalar; its sum over the world counts each once."""
+        total = torch.zeros((), dtype=torch.float64, device=self.grad_flat.device)
         for u in self.mine:
-            total += self._view(self.grad_part, u).square().sum()
-        if self.axis.group is not None:
-            dist.all_reduce(total, group=self.axis.group)
+            total += self._view(self.grad_part, u).double().square().sum()
         return total
+
+    def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, int, torch.Tensor]]:
+        """(parameter, first element, values) of every summed gradient owned here, flat. For proofs."""
+        for u in self.mine:
+            yield self.params[u.index], u.start * self.blocks[u.index].numel, self._view(self.grad_part, u).reshape(-1)
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
@@ -154,18 +163,30 @@ class Muon:
         by_shape = defaultdict(list)
         for u in self.mine:
             b = self.blocks[u.index]
-            by_shape[(b.rows, b.cols)].append(u)
-        for (rows, cols), units in by_shape.items():
-            nesterov = [self._view(self.grad_part, u).add(self._view(self.momentum_flat, u), alpha=self.momentum) for u in units]
-            update = newton_schulz(torch.cat(nesterov), steps=self.ns_steps, dtype=self.ns_dtype)
-            scale = 0.2 * max(rows, cols) ** 0.5
-            for u, delta in zip(units, update.split([u.stop - u.start for u in units]), strict=True):
-                master = self._view(self.master_flat, u)
-                if self.params[u.index].megamoe.weight_decay:
-                    master.mul_(1 - lr * self.weight_decay)
-                master.add_(delta, alpha=-lr * scale)
+            if self.cut_dim[u.index] is None:
+                by_shape[(b.rows, b.cols)].append(u)
+        cut = [u for u in self.mine if self.cut_dim[u.index] is not None]
+        for units in by_shape.values():
+            update = self._rule(torch.cat([self._nesterov(u) for u in units]))
+            self._apply(lr, units, update.split([u.stop - u.start for u in units]))
+        self._apply(lr, cut, on_whole_matrices([self._nesterov(u)[0] for u in cut], [self.cut_dim[u.index] for u in cut], self._rule, self.tp))
         self.publish()
         self.discard()
+
+    def _nesterov(self, u: Unit) -> torch.Tensor:
+        return self._view(self.grad_part, u).add(self._view(self.momentum_flat, u), alpha=self.momentum)
+
+    def _rule(self, g_nrc: torch.Tensor) -> torch.Tensor:
+        """Whole matrices to whole updates, before the learning rate."""
+        scale = 0.2 * max(g_nrc.shape[1:]) ** 0.5
+        return newton_schulz(g_nrc, steps=self.ns_steps, dtype=self.ns_dtype) * scale
+
+    def _apply(self, lr: float, units: list[Unit], updates: Sequence[torch.Tensor]) -> None:
+        for u, update in zip(units, updates, strict=True):
+            master = self._view(self.master_flat, u)
+            if self.params[u.index].megamoe.weight_decay:
+                master.mul_(1 - lr * self.weight_decay)
+            master.add_(update, alpha=-lr)
 
     @torch.no_grad()
     def publish(self) -> None:

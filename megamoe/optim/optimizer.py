@@ -1,17 +1,27 @@
-"""One optimizer made of two: AdamW inside the engine, Muon beside it, one norm and one clip over both."""
+"""One optimizer made of several: AdamW inside engines, Muon beside them, one norm and one clip over all.
+
+Parameters are grouped by the axis over which their gradient is summed (`ParamInfo.reduce_axis`): what every rank of a
+stage holds, what is cut over tp, experts, an embedding at both ends of a pipeline. Each group has an engine and a Muon of
+its own. Axes with the same ranks are one: without tensor, expert and pipeline parallelism there is one of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megamoe.optim.config import OptimConfig, OptimizerKind
 from megamoe.optim.muon import Muon
 from megamoe.parallel.engine import DeepSpeedEngine, ParamGroups, PlainEngine
-from megamoe.parallel.mesh import Mesh
+from megamoe.parallel.mesh import Axis, Mesh
+
+# Every value of `ParamInfo.reduce_axis`, in the order in which they are reduced.
+REDUCE_AXES = ("stage", "dp_cp", "edp", "ends")
 
 
 @dataclass(frozen=True)
@@ -25,46 +35,62 @@ class Update:
 class Optimizer:
     """Muon for matrices, AdamW (or SGD, in proofs) for the rest; results do not depend on the layout.
 
-    Both sides deliver summed gradients, so norm = sqrt(theirs² + ours²), and one factor min(1, clip / norm) goes to
-    both before either moves a weight.
+    All sides deliver summed gradients and their share of the norm's square; the shares of all sides and ranks sum to the
+    square, each slice of each parameter counted once. One factor min(1, clip / norm) goes to all sides before any moves a
+    weight.
+
+    Args:
+        sides: in an order that is the same on all ranks, because each reduces over a group of its own.
+        world: all ranks.
     """
 
-    def __init__(self, engine: PlainEngine | DeepSpeedEngine, muons: list[Muon], clip_norm: float):
-        self.engine, self.muons, self.clip_norm = engine, muons, clip_norm
+    def __init__(self, engines: dict[str, PlainEngine | DeepSpeedEngine], muons: dict[str, Muon], clip_norm: float, world: Axis):
+        self.engines, self.muons, self.clip_norm, self.world = engines, muons, clip_norm, world
+        self.sides = {f"engine.{k}": v for k, v in engines.items()} | {f"muon.{k}": v for k, v in muons.items()}
 
-    def micro_batch(self):
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
         """Context of exactly one backward."""
-        return self.engine.micro_batch()
+        with contextlib.ExitStack() as stack:
+            for engine in self.engines.values():
+                stack.enter_context(engine.micro_batch())
+            yield
+
+    def reduce(self) -> torch.Tensor:
+        """Sum the gradients of all sides; returns their global norm, float64 scalar on the device. Collective."""
+        for side in self.sides.values():
+            side.reduce()
+        square = torch.stack([side.squared_norm() for side in self.sides.values()]).sum()
+        if self.world.group is not None:
+            dist.all_reduce(square, group=self.world.group)
+        return square.sqrt()
 
     def step(self, lr: float) -> Update:
         """Reduce, clip and update. Collective; syncs the host once, for the norm (a non-finite one skips the step)."""
-        sides = [self.engine, *self.muons]
-        for side in sides:
-            side.reduce()
-        norm = torch.stack([side.squared_norm() for side in sides]).sum().sqrt()
+        return self.apply(lr, self.reduce())
+
+    def apply(self, lr: float, norm: torch.Tensor) -> Update:
+        """The second half of `step`: clip the reduced gradients and move the weights. Collective; syncs the host."""
         value = norm.item()
         if value != value or value == float("inf"):
-            for side in sides:
+            for side in self.sides.values():
                 side.discard()
             return Update(value, skipped=True)
         scale = torch.ones_like(norm)
         if self.clip_norm > 0:
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for side in sides:
+        for side in self.sides.values():
             side.step(lr, scale)
         return Update(value, skipped=False)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Every live state tensor of this rank, by a name that is stable on one layout."""
-        state = {f"engine.{k}": v for k, v in self.engine.state_tensors().items()}
-        for i, muon in enumerate(self.muons):
-            state |= {f"muon{i}.{k}": v for k, v in muon.state_tensors().items()}
-        return state
+        return {f"{name}.{k}": v for name, side in self.sides.items() for k, v in side.state_tensors().items()}
 
     def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
         """Inverse of `state_tensors` on the same layout. Collective."""
-        for prefix, side in [("engine.", self.engine), *((f"muon{i}.", m) for i, m in enumerate(self.muons))]:
-            side.load_state_tensors({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        for name, side in self.sides.items():
+            side.load_state_tensors({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
 
 
 def split_parameters(params: list[nn.Parameter], kind: OptimizerKind, weight_decay: float) -> tuple[ParamGroups, list[nn.Parameter]]:
@@ -95,16 +121,31 @@ def build_optimizer(model: nn.Module, config: OptimConfig, mesh: Mesh, *, deepsp
     Collective over the world.
     """
     params = [p for p in model.parameters() if p.requires_grad]
-    groups, matrices = split_parameters(params, config.kind, config.weight_decay)
     device = params[0].device
     make = torch_optimizer(config, fused=device.type == "cuda")
     bf16 = any(p.dtype == torch.bfloat16 for p in params)
-    if deepspeed:
-        engine = DeepSpeedEngine(groups, make, mesh, bf16=bf16, bucket_elements=bucket_elements)
-    else:
-        engine = PlainEngine(groups, make, mesh)
-    muons = []
-    if matrices:
-        ns_dtype = torch.bfloat16 if bf16 and device.type == "cuda" else None
-        muons = [Muon(matrices, mesh.dp_cp, momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, weight_decay=config.weight_decay, ns_dtype=ns_dtype)]
-    return Optimizer(engine, muons, config.clip_norm)
+    ns_dtype = torch.bfloat16 if bf16 and device.type == "cuda" else None
+    engines, muons = {}, {}
+    for name, (axis, members) in by_axis(params, mesh).items():
+        groups, matrices = split_parameters(members, config.kind, config.weight_decay)
+        if groups and deepspeed:
+            engines[name] = DeepSpeedEngine(groups, make, axis, bf16=bf16, bucket_elements=bucket_elements)
+        elif groups:
+            engines[name] = PlainEngine(groups, make, axis)
+        if matrices:
+            muons[name] = Muon(matrices, axis, mesh.tp, momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, weight_decay=config.weight_decay, ns_dtype=ns_dtype)
+    return Optimizer(engines, muons, config.clip_norm, mesh.world)
+
+
+def by_axis(params: list[nn.Parameter], mesh: Mesh) -> dict[str, tuple[Axis, list[nn.Parameter]]]:
+    """Parameters by the ranks that sum their gradients: name of the axis -> (axis, parameters). Axes of the same ranks are one.
+
+    The order is the same on every rank, whatever its stage holds: reductions of groups that overlap must not cross.
+    """
+    merged: dict[tuple[int, ...], tuple[str, Axis, list[nn.Parameter]]] = {}
+    for name in REDUCE_AXES:
+        axis = getattr(mesh, name)
+        merged.setdefault(axis.ranks, (name, axis, []))
+    for p in params:
+        merged[getattr(mesh, p.megamoe.reduce_axis).ranks][2].append(p)
+    return {name: (axis, members) for name, axis, members in merged.values() if members}

@@ -4,9 +4,14 @@ Both are called the same way, once per micro-batch and once per step:
 
     with engine.micro_batch():
         loss.backward()                     # loss already divided by the step's global token count
-    engine.reduce()                         # sum over the ranks that hold distinct tokens
-    norm² = engine.squared_norm()
+    engine.reduce()                         # sum over the engine's axis
+    share = engine.squared_norm()           # sums over the world to the norm², see `optim/optimizer.py`
     engine.step(lr, grad_scale)             # or engine.discard()
+
+An engine serves the parameters of one mesh axis: ranks that hold the same slice and each a part of its gradient. A layout
+with tensor or expert parallelism has an engine per such axis, each an ordinary data-parallel one. So DeepSpeed needs to
+know of no tensor, pipeline or expert parallelism at all: it is told of a data group and of a model group of one rank,
+no two stages need the same parameter groups, and no parameter needs a flag to be counted once in a norm.
 
 Sums, not averages, leave `reduce`: DeepSpeed divides by its data-parallel size, and that factor is cancelled here and
 nowhere else. The engines never see Muon's parameters (`optim/muon.py`). Every private name of DeepSpeed 0.19.8 that
@@ -22,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamoe.parallel.mesh import Mesh
+from megamoe.parallel.mesh import Axis
 
 ParamGroups = list[dict]
 
@@ -33,37 +38,42 @@ class PlainEngine:
     Args:
         groups: torch optimizer param groups; parameters may live anywhere in the model.
         make_optimizer: builds the torch optimizer from the groups.
-        mesh: gradients are summed over `mesh.dp_cp`.
+        axis: gradients are summed over it.
     """
 
     name = "plain"
 
-    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], mesh: Mesh):
+    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], axis: Axis):
         self.optimizer = make_optimizer(groups)
         self.params = [p for g in groups for p in g["params"]]
-        self.mesh = mesh
+        self.axis = axis
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         yield
 
     def reduce(self) -> None:
-        """Sum every gradient over `dp_cp`, in one buffer per dtype. Collective, also for parameters without a gradient."""
+        """Sum every gradient over the axis, in one buffer per dtype. Collective, also for parameters without a gradient."""
         for p in self.params:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if self.mesh.dp_cp.group is None:
+        if self.axis.group is None:
             return
         for dtype in sorted({p.dtype for p in self.params}, key=str):
             grads = [p.grad for p in self.params if p.dtype == dtype]
             flat = torch.cat([g.reshape(-1) for g in grads])
-            dist.all_reduce(flat, group=self.mesh.dp_cp.group)
+            dist.all_reduce(flat, group=self.axis.group)
             for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 g.copy_(part.view_as(g))
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of the reduced gradients, a scalar of the gradients' dtype."""
-        return torch.stack([p.grad.square().sum() for p in self.params]).sum()
+        """This rank's share of the sum of squares of the reduced gradients, float64 scalar: every rank of the axis holds them all."""
+        return torch.stack([p.grad.double().square().sum() for p in self.params]).sum() / self.axis.size
+
+    def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, int, torch.Tensor]]:
+        """(parameter, first element, values) of every reduced gradient held here, flat. For proofs."""
+        for p in self.params:
+            yield p, 0, p.grad.reshape(-1)
 
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
         for p in self.params:
@@ -98,25 +108,25 @@ class DeepSpeedEngine:
     """One base `deepspeed.DeepSpeedEngine` in ZeRO stage 1, its module never called through it.
 
     Calling the module directly and reducing once per step keeps the engine's hooks out of our schedules. fp32 masters
-    and Adam states are sharded over `mesh.dp_cp`; with bf16 parameters gradients accumulate in fp32.
+    and Adam states are sharded over the axis; with bf16 parameters gradients accumulate in fp32.
 
     Args:
-        groups, make_optimizer, mesh: as for `PlainEngine`. Every group must hold one dtype.
+        groups, make_optimizer, axis: as for `PlainEngine`. Every group must hold one dtype.
         bf16: parameters of the groups are bf16 (some groups may stay fp32).
         bucket_elements: size of a reduction bucket.
     """
 
     name = "deepspeed"
 
-    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], mesh: Mesh, *, bf16: bool, bucket_elements: int):
+    def __init__(self, groups: ParamGroups, make_optimizer: Callable[[ParamGroups], torch.optim.Optimizer], axis: Axis, *, bf16: bool, bucket_elements: int):
         import deepspeed
 
-        self.mesh = mesh
+        self.axis = axis
         self._scale = torch.ones(())
         optimizer = make_optimizer(groups)
         optimizer.register_step_pre_hook(self._scale_gradients)
         view = _ParameterView([p for g in groups for p in g["params"]])
-        self.engine, *_ = deepspeed.initialize(model=view, optimizer=optimizer, mpu=_Mpu(mesh), config=_config(bf16, bucket_elements))
+        self.engine, *_ = deepspeed.initialize(model=view, optimizer=optimizer, mpu=_Mpu(axis), config=_config(bf16, bucket_elements))
         self.engine.set_gradient_accumulation_boundary(False)
         # BF16_Optimizer accumulates into fp32 buffers of its own; DeepSpeedZeroOptimizer uses param.grad.
         self._accumulates_apart = hasattr(self.engine.optimizer, "update_hp_grads")
@@ -132,12 +142,12 @@ class DeepSpeedEngine:
             self.engine.optimizer.clear_lp_grads(set_to_none=True)
 
     def reduce(self) -> None:
-        """Average over `dp_cp` (DeepSpeed's way; the factor comes back in `squared_norm` and `step`). Collective."""
+        """Average over the axis (DeepSpeed's way; the factor comes back in `squared_norm` and `step`). Collective."""
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.allreduce_gradients()
 
     def squared_norm(self) -> torch.Tensor:
-        """Sum of squares of the summed gradients, fp32 scalar. Collective."""
+        """This rank's share of the sum of squares of the summed gradients, float64 scalar. Collective over the axis."""
         optimizer = self.engine.optimizer
         if self._accumulates_apart:
             from deepspeed.runtime.utils import get_global_norm_of_tensors
@@ -145,10 +155,10 @@ class DeepSpeedEngine:
             norm = get_global_norm_of_tensors(optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu)
         else:
             norm = optimizer.scaled_global_norm()
-        return (torch.as_tensor(norm, dtype=torch.float32) * self.mesh.dp_cp.size).square()
+        return (torch.as_tensor(norm, dtype=torch.float64) * self.axis.size).square() / self.axis.size
 
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
-        self._scale = grad_scale * self.mesh.dp_cp.size
+        self._scale = grad_scale * self.axis.size
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -219,56 +229,41 @@ class _ParameterView(nn.Module):
 
 
 class _Mpu:
-    """What DeepSpeed asks about the layout: its data group is dp×cp, its model group one full copy of the model."""
+    """What DeepSpeed asks about the layout: its data group is the engine's axis, everything else is one rank."""
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
-        # DeepSpeed wants a real group even of one rank.
-        self._single = None
-        if None in (mesh.dp_cp.group, mesh.model.group, mesh.tp.group, mesh.pp.group):
-            self._single = [dist.new_group([r]) for r in range(mesh.world.size)][mesh.world.rank]
-
-    def _group(self, axis):
-        return axis.group or self._single
+    def __init__(self, axis: Axis):
+        self._axis = axis
+        # DeepSpeed wants a real group even of one rank. Only its member takes part in making it: stages may differ in
+        # how many engines they have.
+        me = dist.get_rank()
+        self._solo = Axis(1, 0, (me,), dist.new_group([me], use_local_synchronization=True))
+        if axis.group is None:
+            self._axis = self._solo
 
     def get_data_parallel_group(self):
-        return self._group(self._mesh.dp_cp)
+        return self._axis.group
 
     def get_data_parallel_world_size(self):
-        return self._mesh.dp_cp.size
+        return self._axis.size
 
     def get_data_parallel_rank(self):
-        return self._mesh.dp_cp.rank
+        return self._axis.rank
 
     def get_data_parallel_group_ranks(self):
-        return list(self._mesh.dp_cp.ranks)
+        return list(self._axis.ranks)
 
     def get_model_parallel_group(self):
-        return self._group(self._mesh.model)
+        return self._solo.group
 
     def get_model_parallel_world_size(self):
-        return self._mesh.model.size
+        return 1
 
     def get_model_parallel_rank(self):
-        return self._mesh.model.rank
+        return 0
 
-    def get_tensor_model_parallel_group(self):
-        return self._group(self._mesh.tp)
-
-    def get_tensor_model_parallel_world_size(self):
-        return self._mesh.tp.size
-
-    def get_tensor_model_parallel_rank(self):
-        return self._mesh.tp.rank
-
-    def get_pipeline_model_parallel_group(self):
-        return self._group(self._mesh.pp)
-
-    def get_pipeline_model_parallel_world_size(self):
-        return self._mesh.pp.size
-
-    def get_pipeline_model_parallel_rank(self):
-        return self._mesh.pp.rank
+    get_tensor_model_parallel_group = get_pipeline_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_pipeline_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank
 
 
 def _config(bf16: bool, bucket_elements: int) -> dict:

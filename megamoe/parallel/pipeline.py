@@ -30,8 +30,8 @@ from megamoe.model.mtp import mtp_labels, shift_within_documents
 from megamoe.model.transformer import Transformer
 from megamoe.ops.linear_cross_entropy import IGNORE_LABEL
 from megamoe.parallel.mesh import Mesh
-from megamoe.parallel.plan import StagePlan
 from megamoe.parallel.schedule import Action, one_f_one_b, source_of, target_of
+from megamoe.parallel.stages import StagePlan
 from megamoe.parallel.stream import ShardedStream, shard_range, shard_stream, slice_range
 
 

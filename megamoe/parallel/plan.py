@@ -18,10 +18,10 @@ the global one says by itself how the parameter was cut. Nothing else in the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megamoe.layers.basic import Embedding, Linear
@@ -35,10 +35,8 @@ from megamoe.model.transformer import Transformer
 from megamoe.parallel.config import ParallelConfig
 from megamoe.parallel.context import ContextKDA, ContextMLA
 from megamoe.parallel.mesh import Mesh
-from megamoe.parallel.schedule import rows_sent, split_layers
-from megamoe.parallel.tensor import ParallelMLP, SequenceShards, VocabParallelEmbedding, VocabParallelLoss, check_divides
-from megamoe.utils.errors import check
-
+from megamoe.parallel.stages import check_layout, plan_stages
+from megamoe.parallel.tensor import ParallelMLP, SequenceShards, VocabParallelEmbedding, VocabParallelLoss
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -51,127 +49,17 @@ class ParallelMLA(SequenceShards, ContextMLA):
     """MLA with 1/tp of the heads on a cp slice."""
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """How layers fall into pipeline chunks.
-
-    Attributes:
-        layers: 0-based layers of every chunk, C = pp·vpp of them.
-        rows_after: AttnRes rows finished when chunk c has run.
-        num_ranks: pp.
-    """
-
-    layers: tuple[range, ...]
-    rows_after: tuple[int, ...]
-    num_ranks: int
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self.layers)
-
-    def chunks_of(self, rank: int) -> list[int]:
-        return list(range(rank, self.num_chunks, self.num_ranks))
-
-    def rows_received(self, chunk: int) -> range:
-        """Rows, by their number in the whole model, that are new to chunk's rank when it runs the chunk."""
-        if chunk == 0:
-            return range(0)
-        known = self.rows_after[chunk - self.num_ranks] if chunk >= self.num_ranks else 0
-        return range(known, self.rows_after[chunk - 1])
-
-    def tensors_per_boundary(self, *, cached: bool = True) -> list[int]:
-        """(T, D) tensors that travel forward over each boundary: rows, and the running sum."""
-        return [rows + 1 for rows in rows_sent(self.rows_after, self.num_ranks, cached=cached)]
-
-    def __str__(self) -> str:
-        return " | ".join(f"{chunk % self.num_ranks}: {layers.start}–{layers.stop - 1}" for chunk, layers in enumerate(self.layers))
-
-
-def layer_costs(config: ModelConfig, seq_len: int = 8192) -> tuple[list[float], float, float]:
-    """Multiply-adds per token of every layer, of the embedding (none) and of head, loss and MTP.
-
-    Attention scores count at half of `seq_len`, the causal average. Routed experts count as they are used, top_k of them.
-    """
-    D, kda, mla, moe = config.d_model, config.kda, config.mla, config.moe
-
-    def attention(full: bool) -> float:
-        if not full:
-            gate = D * kda.width if kda.output_gate.name == "full" else (D + kda.width) * kda.head_dim
-            state = 4 * kda.width * kda.head_dim
-            return 4 * D * kda.width + (D + kda.width) * kda.head_dim + D * kda.num_heads + gate + state
-        heads = mla.num_heads
-        query = D * heads * mla.qk_head_dim if mla.q_lora_rank is None else mla.q_lora_rank * (D + heads * mla.qk_head_dim)
-        latent = D * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        out = (1 + mla.output_gate) * D * heads * mla.v_head_dim
-        return query + latent + out + heads * (mla.qk_head_dim + mla.v_head_dim) * seq_len / 2
-
-    def ffn(sparse: bool) -> float:
-        if not sparse:
-            return 3 * D * config.ffn.dense_size
-        width = D if moe.latent is None else moe.latent
-        latent = 0 if moe.latent is None else 2 * D * moe.latent
-        return D * moe.num_experts + latent + moe.top_k * 3 * width * moe.expert_size + 3 * D * moe.shared_size
-
-    layers = [attention(config.is_full_attn(n)) + ffn(config.is_moe(n)) for n in range(config.num_layers)]
-    head = D * config.vocab_size
-    if config.mtp.num_layers:
-        head += D * config.vocab_size + 2 * D * D + attention(True) + ffn(moe.first_dense_layers < config.num_layers)
-    return layers, 0.0, float(head)
-
-
-def plan_stages(config: ModelConfig, parallel: ParallelConfig, seq_len: int = 8192) -> StagePlan:
-    """Cut the layers: as `parallel.stage_layers` says, else balanced by `layer_costs`.
-
-    Raises:
-        UserError: more chunks than layers, or a list that does not fit.
-    """
-    num_chunks = parallel.pp * parallel.vpp
-    given: Sequence[int] = parallel.stage_layers
-    if given:
-        check(len(given) == num_chunks, "parallel.stage_layers", list(given), f"needs one number for each of the pp·vpp = {num_chunks} chunks")
-        check(min(given) >= 1 and sum(given) == config.num_layers, "parallel.stage_layers", list(given),
-              f"must be positive and sum to model.num_layers={config.num_layers}, not {sum(given)}")
-        sizes = list(given)
-    else:
-        layers, first, last = layer_costs(config, seq_len)
-        sizes = split_layers(layers, num_chunks, first=first, last=last)
-    borders = [sum(sizes[:c]) for c in range(num_chunks + 1)]
-    ranges = tuple(range(a, b) for a, b in zip(borders, borders[1:]))
-    return StagePlan(ranges, tuple(config.bank_rows_before(b) for b in borders[1:]), parallel.pp)
-
-
-def check_layout(config: ModelConfig, parallel: ParallelConfig) -> None:
-    """Refuse a model that the layout cannot cut.
-
-    Raises:
-        UserError: the axis, and the sizes that would work.
-    """
-    tp = parallel.tp
-    check_divides(tp, "model.kda.num_heads", config.kda.num_heads)
-    check_divides(tp, "model.mla.num_heads", config.mla.num_heads)
-    check_divides(tp, "model.vocab_size", config.vocab_size)
-    check_divides(tp, "model.ffn.dense_size", config.ffn.dense_size)
-    if config.moe.first_dense_layers < config.num_layers:
-        if config.moe.num_shared_experts:
-            check_divides(tp, "the shared experts' width", config.moe.shared_size)
-        divisors = [d for d in range(1, config.moe.num_experts + 1) if config.moe.num_experts % d == 0]
-        check(config.moe.num_experts % parallel.ep == 0, "parallel.ep", parallel.ep, f"must divide model.moe.num_experts={config.moe.num_experts}; choose one of {divisors}")
-    check(parallel.pp * parallel.vpp <= config.num_layers, "parallel.pp·vpp", parallel.pp * parallel.vpp,
-          f"the model has {config.num_layers} layers, and every chunk needs one; use at most {config.num_layers}")
-    plan_stages(config, parallel)
-
-
-def build_stage(config: ModelConfig, parallel: ParallelConfig, mesh: Mesh, *, device: torch.device | str = "meta", recompute: str = "none") -> Transformer:
+def build_stage(config: ModelConfig, parallel: ParallelConfig, mesh: Mesh, *, device: torch.device | str = "meta", seq_len: int = 8192, recompute: str = "none") -> Transformer:
     """This rank's part of the model with every parameter's record in place.
 
     The whole model is never allocated. Parameters are empty: fill them with `init_parameters` (the values do not depend
-    on the layout) or from a checkpoint.
+    on the layout) or from a checkpoint. `seq_len` weighs attention when stages are balanced.
 
     Raises:
         UserError: see `check_layout`.
     """
     check_layout(config, parallel)
-    plan = plan_stages(config, parallel)
+    plan = plan_stages(config, parallel, seq_len)
     first, last = mesh.pp.rank == 0, mesh.pp.rank == mesh.pp.size - 1
     layers = [n for chunk in plan.chunks_of(mesh.pp.rank) for n in plan.layers[chunk]]
     with torch.device("meta"):
@@ -243,3 +131,46 @@ def describe(stage: nn.Module) -> str:
         i: ParamInfo = p.megamoe
         rows.append(f"{i.name:64s} {str(tuple(p.shape)):22s} of {str(i.global_shape):22s} at {str(i.offset):16s} sum over {i.reduce_axis}")
     return "\n".join(rows)
+
+
+def gather_whole(stage: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The whole model's state by module path on rank 0, {} elsewhere. Collective over the control group, through the CPU.
+
+    Every slice is sent by the first rank of its reduction axis. For models that fit one host.
+    """
+    mine = []
+    for path, p in stage.named_parameters():
+        if getattr(mesh, p.megamoe.reduce_axis).rank == 0:
+            mine.append((path, p.megamoe.global_shape, p.megamoe.offset, p.detach().cpu()))
+    for path, b in stage.state_dict().items():
+        if path not in dict(stage.named_parameters()) and mesh.stage.rank == 0:
+            mine.append((path, tuple(b.shape), (0,) * b.dim(), b.detach().cpu()))
+    parts = [mine]
+    if mesh.control is not None:
+        parts = [None] * mesh.world.size if mesh.world.rank == 0 else None
+        dist.gather_object(mine, parts, dst=0, group=mesh.control)
+    whole: dict[str, torch.Tensor] = {}
+    for path, shape, offset, part in (row for rank in parts or [] for row in rank):
+        if tuple(part.shape) == tuple(shape):
+            whole[path] = part
+            continue
+        target = whole.setdefault(path, torch.empty(shape, dtype=part.dtype))
+        target[_box(offset, part.shape)] = part
+    return whole
+
+
+@torch.no_grad()
+def load_whole(stage: nn.Module, whole: dict[str, torch.Tensor]) -> None:
+    """Fill this rank's part from the whole model's state. The inverse of `gather_whole`, on any layout.
+
+    Raises:
+        KeyError: a tensor that the state lacks.
+    """
+    parameters = dict(stage.named_parameters())
+    for path, here in stage.state_dict(keep_vars=True).items():
+        value = whole[path]
+        here.data.copy_(value[_box(parameters[path].megamoe.offset, here.shape)] if path in parameters else value)
+
+
+def _box(offset, shape) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape))

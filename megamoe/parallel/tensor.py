@@ -26,7 +26,6 @@ from megamoe.ops.linear_cross_entropy import CHUNK_LOGITS, IGNORE_LABEL
 from megamoe.ops.linear_cross_entropy.chunked import _product
 from megamoe.ops.precision import wide
 from megamoe.parallel.mesh import Axis
-from megamoe.utils.errors import check
 from megamoe.utils.torch_compat import all_gather_single
 
 
@@ -119,9 +118,3 @@ class _VocabParallelLoss(torch.autograd.Function):
             dh.append(dlogits @ weight_vD)
             dW_vD += _product(dlogits.t(), h)
         return torch.cat(dh), dW_vD.to(weight_vD.dtype), None, None
-
-
-def check_divides(tp: int, what: str, value: int) -> None:
-    """Raises UserError: something that tp ranks cannot share evenly."""
-    divisors = [d for d in range(1, value + 1) if value % d == 0]
-    check(value % tp == 0, "parallel.tp", tp, f"must divide {what}={value}; choose one of {divisors}")

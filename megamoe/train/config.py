@@ -14,6 +14,7 @@ from megamoe.model.config import ModelConfig
 from megamoe.monitor.config import MonitorConfig
 from megamoe.optim.config import OptimConfig
 from megamoe.parallel.config import ParallelConfig
+from megamoe.parallel.stages import check_layout, check_tokens
 from megamoe.utils.errors import check
 
 
@@ -143,11 +144,13 @@ class Config:
               "the deepspeed engine keeps fp32 masters; set engine.kind=plain")
         if world_size is None:
             return
+        check_layout(self.model, self.parallel)
         dp = self.parallel.resolve_dp(world_size)
         ranks_tokens = dp * self.train.micro_batch_tokens
         check(self.train.global_batch_tokens % ranks_tokens == 0, "train.global_batch_tokens", self.train.global_batch_tokens,
               f"must be a multiple of dp·micro_batch_tokens = {dp}·{self.train.micro_batch_tokens}; "
               f"{max(1, self.train.global_batch_tokens // ranks_tokens) * ranks_tokens} would work")
+        check_tokens(self.parallel, self.train.micro_batch_tokens, self.micro_batches_per_step(dp))
 
     def micro_batches_per_step(self, dp: int) -> int:
         """Accumulation steps of each data-parallel rank."""

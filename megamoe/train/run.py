@@ -29,6 +29,9 @@ from megamoe.optim.optimizer import build_optimizer
 from megamoe.parallel.agree import on_every_rank, on_first_rank, same_everywhere
 from megamoe.parallel.distributed import pick_device, process_group
 from megamoe.parallel.mesh import Mesh, build_mesh
+from megamoe.parallel.pipeline import Pipeline
+from megamoe.parallel.plan import build_stage
+from megamoe.parallel.stages import plan_stages
 from megamoe.train.config import Config, EngineKind, Precision
 from megamoe.train.trainer import Trainer
 from megamoe.utils.errors import UserError, check
@@ -67,16 +70,16 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     on_first_rank(mesh, lambda: _same_run(config, resume_from, identity))
 
     torch.manual_seed(config.train.seed)
-    model = build_model(config, device)
+    model = build_model(config, mesh, device)
     optimizer = build_optimizer(model, config.optim, mesh, deepspeed=deepspeed, bucket_elements=config.engine.reduce_bucket_elements)
 
     restored_step = read_state(resume_from)["step"] if resume_from else 0
     monitor = Monitor(config.monitor, run_dir, resolved, run_id, restored_step=restored_step) if mesh.world.rank == 0 else None
-    trainer = Trainer(config, mesh, device, model, optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
+    trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
     if resume_from:
         on_every_rank(mesh, lambda: trainer.restore(resume_from))
     if monitor:
-        monitor.first_screen(_first_screen(config, mesh, device, model, train, heldout, run_dir, resume_from, trainer.progress.step))
+        monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step))
         _write_reference_lines(config, train, heldout, run_dir, monitor)
     summary = trainer.fit()
     if monitor:
@@ -92,10 +95,12 @@ def _plot(run_dir: Path) -> dict[str, str]:
         return {}
 
 
-def build_model(config: Config, device: torch.device) -> Transformer:
-    """The model on its device with seeded initial values, in the compute dtype (what must stay fp32 does)."""
-    with device:
-        model = Transformer(config.model, recompute=config.train.recompute.value)
+def build_model(config: Config, mesh: Mesh, device: torch.device) -> Transformer:
+    """This rank's part of the model on its device with seeded initial values, in the compute dtype (what must stay fp32 does).
+
+    The values are the same on every layout.
+    """
+    model = build_stage(config.model, config.parallel, mesh, device=device, seq_len=config.train.seq_len, recompute=config.train.recompute.value)
     model.to(DTYPES[config.train.precision])
     init_parameters(model, config.model, seed=config.train.seed)
     return model
@@ -202,9 +207,10 @@ def _out_of_memory(config: Config, device: torch.device) -> Iterator[None]:
         ) from None
 
 
-def _first_screen(config: Config, mesh: Mesh, device: torch.device, model: Transformer, train: WindowDataset, heldout: WindowDataset | None,
+def _first_screen(config: Config, mesh: Mesh, device: torch.device, train: WindowDataset, heldout: WindowDataset | None,
                   run_dir: Path, resume_from: Path | None, step: int) -> FirstScreen:
-    counts = count_parameters(model, config.model)
+    with torch.device("meta"):
+        counts = count_parameters(Transformer(config.model), config.model)
     held = heldout.describe() if heldout else None
     return FirstScreen(
         model=config.model.name,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megamoe.checkpoint.store import CheckpointStore, SaveError
-from megamoe.data.batch import collate
+from megamoe.data.batch import IGNORE_LABEL, collate
 from megamoe.data.dataset import WindowDataset
 from megamoe.data.loader import BatchLoader
 from megamoe.model.flops import count_parameters, flops_per_token
@@ -17,6 +18,8 @@ from megamoe.monitor import Monitor
 from megamoe.optim.optimizer import Optimizer
 from megamoe.optim.schedule import learning_rate
 from megamoe.parallel.mesh import Mesh
+from megamoe.parallel.pipeline import Pipeline
+from megamoe.parallel.plan import gather_whole, load_whole
 from megamoe.train.config import Config
 from megamoe.train.step import StepResult, evaluate, step_counts, train_step
 from megamoe.utils.device import peak_flops
@@ -42,15 +45,17 @@ class Trainer:
         meta: facts stored with every checkpoint (fingerprints, resolved config).
     """
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device, model: Transformer, optimizer: Optimizer, train: WindowDataset, heldout: WindowDataset | None,
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, pipeline: Pipeline, optimizer: Optimizer, train: WindowDataset, heldout: WindowDataset | None,
                  store: CheckpointStore, monitor: Monitor | None, stop: StopRequest, meta: dict):
         self.config, self.mesh, self.device = config, mesh, device
-        self.model, self.optimizer = model, optimizer
+        self.pipeline, self.model, self.optimizer = pipeline, pipeline.stage, optimizer
         self.train_data, self.heldout = train, heldout
         self.store, self.monitor, self.stop, self.meta = store, monitor, stop, meta
         self.progress = Progress()
         self.saved_step: int | None = None
-        self.flops_per_token = flops_per_token(config.model, count_parameters(model, config.model), (config.train.seq_len + 1) / 2).total
+        with torch.device("meta"):
+            whole = Transformer(config.model)
+        self.flops_per_token = flops_per_token(config.model, count_parameters(whole, config.model), (config.train.seq_len + 1) / 2).total
         self.peak_flops = peak_flops(device)
 
     def fit(self) -> dict:
@@ -77,7 +82,7 @@ class Trainer:
                 if stopped:
                     break
                 lr = learning_rate(self.config.optim, self.progress.step, t.num_steps)
-                result = train_step(self.model, self.optimizer, [b.to(self.device) for b in micro], lr, self.mesh, num_tokens=num_tokens, num_bytes=num_bytes)
+                result = train_step(self.pipeline, self.optimizer, micro, lr, num_tokens=num_tokens, num_bytes=num_bytes)
                 self.progress.step += 1
                 self.progress.next_window += t.global_batch_tokens // t.seq_len
                 self.progress.tokens += num_tokens
@@ -130,19 +135,24 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         if not self.heldout:
             return {}
-        loss, bits = evaluate(self.model, self._heldout_batches(), self.mesh)
+        loss, bits = evaluate(self.pipeline, self._heldout_batches())
         return {"eval_loss": loss, "eval_bits_per_byte": bits}
 
     def _heldout_batches(self):
         t = self.config.train
         per_batch = t.micro_batch_tokens // t.seq_len
         available = len(self.heldout) if self.heldout else 0
-        mine = range(self.mesh.dp.rank, min(t.eval_windows, available), self.mesh.dp.size)
+        count = min(t.eval_windows, available)
+        # Experts of one rank work for others: all ranks run as many micro-batches of one size, the last filled with
+        # windows that have no targets.
+        blank = replace(self.heldout.window(0), labels=np.full(t.seq_len, IGNORE_LABEL), num_bytes=0)
+        rounds = -(-count // (self.mesh.dp.size * per_batch))
+        mine = [j if j < count else None for j in range(self.mesh.dp.rank, rounds * per_batch * self.mesh.dp.size, self.mesh.dp.size)]
         for i in range(0, len(mine), per_batch):
-            yield collate([self.heldout.window(j) for j in mine[i : i + per_batch]]).to(self.device)
+            yield collate([blank if j is None else self.heldout.window(j) for j in mine[i : i + per_batch]])
 
     def _save(self, *, last: bool) -> None:
-        model = {k: v for k, v in self.model.state_dict().items()} if self.mesh.dp_cp.rank == 0 else {}
+        model = gather_whole(self.model, self.mesh)
         state = {f"optimizer.{k}": v for k, v in self.optimizer.state_tensors().items()}
         state["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
@@ -162,7 +172,7 @@ class Trainer:
     def restore(self, path) -> None:
         """Continue exactly from a checkpoint folder of the same layout. Raises UserError for a damaged or foreign one."""
         model, state, meta = self.store.load(path)
-        self.model.load_state_dict(model)
+        load_whole(self.model, model)
         self.optimizer.load_state_tensors({k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")})
         torch.set_rng_state(state["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in state:

@@ -61,7 +61,7 @@ def _model() -> list[torch.nn.Parameter]:
     params = []
     for count, rows, cols in [(4, 3, 6), (1, 5, 5), (3, 4, 2)]:
         p = torch.nn.Parameter(torch.randn(count * rows, cols, generator=generator, dtype=torch.float64))
-        p.megamoe = SimpleNamespace(muon_view=lambda p, s=(count, rows, cols): s, weight_decay=rows != 5)
+        p.megamoe = SimpleNamespace(muon_view=lambda p, s=(count, rows, cols): s, weight_decay=rows != 5, muon_blocks=("heads", rows), is_expert=False, global_shape=tuple(p.shape))
         params.append(p)
     return params
 
@@ -81,7 +81,10 @@ def _train(world_size: int) -> list[torch.Tensor]:
             for sample in range(mesh.dp.rank, 4, mesh.dp.size):
                 _loss(params, 4 * step + sample).backward()
             muon.reduce()
-            scale = (1.0 / muon.squared_norm().sqrt()).clamp(max=1.0)
+            square = muon.squared_norm()
+            if mesh.world.group is not None:
+                torch.distributed.all_reduce(square)
+            scale = (1.0 / square.sqrt()).clamp(max=1.0)
             muon.step(0.02, scale)
         return [p.detach() for p in params]
 

@@ -33,7 +33,8 @@ class Toy(nn.Module):
         self.unused = nn.Parameter(torch.ones(3, dtype=dtype))
         self.kept = nn.Parameter((torch.rand(6, generator=g) + 0.001).to(dtype if dtype == torch.float64 else torch.float32))
         for name, p in self.named_parameters():
-            p.megamoe = SimpleNamespace(optimizer="muon" if name == "matrix" else "adamw", weight_decay=name == "matrix", keep_wide=name == "kept", muon_view=lambda p: (2, 3, 8))
+            p.megamoe = SimpleNamespace(optimizer="muon" if name == "matrix" else "adamw", weight_decay=name == "matrix", keep_wide=name == "kept", muon_view=lambda p: (2, 3, 8),
+                                        muon_blocks=("heads", 3), is_expert=False, global_shape=tuple(p.shape), reduce_axis="stage")
 
     def forward(self, x):
         return ((x @ self.matrix.T + self.vector).to(self.kept.dtype) * self.kept).tanh().square().sum()

@@ -18,11 +18,13 @@ from megamoe.data.loader import BatchLoader
 from megamoe.optim.optimizer import build_optimizer
 from megamoe.parallel.distributed import process_group
 from megamoe.parallel.mesh import build_mesh
+from megamoe.parallel.pipeline import Pipeline
+from megamoe.parallel.stages import plan_stages
 from megamoe.testing.distributed import run_distributed
 from megamoe.testing.small import small_run
 from megamoe.train.config import EngineKind
 from megamoe.train.run import build_model
-from megamoe.train.step import micro_batch_loss, step_counts, train_step
+from megamoe.train.step import step_counts, train_step
 
 STEPS = 2
 
@@ -33,26 +35,25 @@ def _trace(mesh, overrides: list[str]) -> dict:
     t = config.train
     data, _ = build_datasets(config.data, seq_len=t.seq_len, vocab_size=config.model.vocab_size, seed=t.seed)
     loader = BatchLoader(data, global_batch_windows=t.global_batch_tokens // t.seq_len, micro_batch_windows=t.micro_batch_tokens // t.seq_len, dp_rank=mesh.dp.rank, dp_size=mesh.dp.size)
-    model = build_model(config, torch.device("cpu"))
-    gradients = {} if mesh.world.size > 1 else _gradients(model, loader.step_batches(0))
+    model = build_model(config, mesh, torch.device("cpu"))
+    pipeline = Pipeline(model, plan_stages(config.model, config.parallel), mesh)
+    gradients = {} if mesh.world.size > 1 else _gradients(pipeline, loader.step_batches(0))
     optimizer = build_optimizer(model, config.optim, mesh, deepspeed=config.engine.kind is EngineKind.deepspeed, bucket_elements=10_000)
     model.train()
     losses, norms = [], []
     for step in range(STEPS):
         batches = loader.step_batches(step * loader.global_batch_windows)
         tokens, num_bytes, _ = step_counts(batches, False, mesh)
-        result = train_step(model, optimizer, batches, 0.02, mesh, num_tokens=tokens, num_bytes=num_bytes)
+        result = train_step(pipeline, optimizer, batches, 0.02, num_tokens=tokens, num_bytes=num_bytes)
         losses.append(result.loss(mesh))
         norms.append(result.update.grad_norm)
     return {"loss": losses, "norm": norms, "gradients": gradients, "bias": result.balance.bias_LE, "weights": {n: p.detach().clone() for n, p in model.named_parameters()}}
 
 
-def _gradients(model, batches) -> dict[str, torch.Tensor]:
+def _gradients(pipeline, batches) -> dict[str, torch.Tensor]:
     """Every parameter's gradient of the first step's mean loss."""
-    model.train()
-    tokens = sum(b.num_target_tokens for b in batches)
-    for b in batches:
-        (micro_batch_loss(model, b)[0] / tokens).backward()
+    model = pipeline.stage.train()
+    pipeline.step(batches, num_tokens=sum(b.num_target_tokens for b in batches))
     gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     for m in model.modules():
