@@ -203,14 +203,23 @@ def variants():
     from megamoe.ops.grouped_mlp.triton import Tile
 
     big = {
-        "up": [Tile(128, 128, 64, 4, 8), Tile(128, 128, 64, 3, 8), Tile(128, 64, 64, 3, 4, 2), Tile(128, 128, 64, 4, 8, group=6)],
-        "down": [Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 128, 64, 3, 4, 2)],
-        "d_hidden": [Tile(128, 128, 64, 4, 8), Tile(128, 256, 64, 4, 8), Tile(128, 128, 64, 3, 4, 2)],
-        "d_rows": [Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 128, 64, 3, 4, 2)],
-        "d_weight": [Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 3, 8), Tile(128, 128, 64, 3, 4, 2)],
-        "d_weight_add": [Tile(128, 256, 64, 4, 8), Tile(128, 128, 64, 3, 4, 2)],
+        "up": [Tile(128, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8, group=10)],
+        "down": [Tile(128, 256, 64, 3, 8), Tile(128, 256, 64, 3, 8, group=5), Tile(256, 128, 64, 3, 8)],
+        "d_hidden": [
+            Tile(128, 128, 64, 4, 8),
+            Tile(128, 128, 64, 3, 8, 2, max_registers=128),
+            Tile(128, 64, 64, 3, 8, 2, max_registers=128),
+            Tile(128, 64, 64, 3, 4, 3, max_registers=160),
+        ],
+        "d_hidden_apart": [Tile(128, 256, 64, 3, 8)],
+        "d_rows": [Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 4, 8, group=5)],
+        "d_weight": [Tile(128, 128, 64, 3, 4, 2), Tile(128, 128, 64, 3, 4, 2, group=28)],
+        "d_weight_add": [Tile(128, 128, 64, 3, 4, 2, parts=4), Tile(128, 256, 64, 3, 8, parts=4), Tile(128, 128, 64, 3, 4, parts=1), Tile(128, 256, 64, 3, 8, parts=2)],
     }
-    small = {"up": [Tile(64, 128, 64, 4, 8), Tile(64, 128, 64, 3, 4, 2)], "down": [Tile(64, 256, 64, 4, 8), Tile(64, 128, 64, 4, 4, 2), Tile(64, 256, 64, 4, 4)]}
+    small = {
+        "up": [Tile(64, 128, 64, 4, 8), Tile(64, 128, 64, 3, 8), Tile(64, 128, 64, 3, 4, 1), Tile(64, 256, 64, 3, 8)],
+        "down": [Tile(64, 128, 64, 4, 4, 2), Tile(64, 256, 64, 3, 8)],
+    }
     return [(k, t) for k, ts in big.items() for t in ts], [(k, t) for k, ts in small.items() for t in ts]
 
 
@@ -224,6 +233,7 @@ def one_product(kind: str, tile, x, count, ws, hidden, dout):
         "up": (lambda: g.up_fwd(plan, x, ws[0], ws[1], act, keep=True), 2),
         "down": (lambda: g.down_fwd(plan, hidden, ws[2]), 1),
         "d_hidden": (lambda: g.hidden_bwd(plan, dout, ws[2], hidden, hidden, act), 1),
+        "d_hidden_apart": (lambda: g.hidden_bwd_apart(plan, dout, ws[2], hidden, hidden, act), 1),
         "d_rows": (lambda: g.rows_bwd(plan, hidden, hidden, ws[0], ws[1]), 2),
         "d_weight": (lambda: g.weight_bwd(plan, hidden, x, ws[0]), 1),
         "d_weight_add": (lambda: g.weight_bwd(plan, hidden, x, ws[0], MAIN_GRAD[0]), 1),
@@ -250,7 +260,7 @@ def tiles() -> None:
         for kind, tile in chosen:
             try:
                 call, products = one_product(kind, tile, x, count, ws, hidden, dout)
-                t = f"{tile.BM}x{tile.BN}x{tile.BK} s{tile.stages} w{tile.warps} p{tile.per_sm} g{tile.group}"
+                t = f"{tile.BM}x{tile.BN}x{tile.BK} s{tile.stages} w{tile.warps} p{tile.per_sm} g{tile.group} r{tile.max_registers} a{tile.parts}"
                 report(f"{E}x{per} {kind} {t}", time_ms(call, 3), products * flop, "TFLOP/s")
             except Exception as error:  # a tile that does not fit is a line of the table, not the end of it
                 print(f"{kind} {tile}: {type(error).__name__}: {str(error)[:120]}", flush=True)

@@ -3,7 +3,7 @@
 // Slots are assigned by prefix sums, never by atomic counters. Within a chunk of 128 tokens a token names an expert at most
 // once, so four words of token bits per expert hold both the count (popcount) and every slot's rank (popcount below it).
 //
-// Payload kernels give a token to one warp: 16-byte vectors, a row's vector l, l + 32, … in lane l, all loads of a batch
+// Payload kernels give a token (or a slot) to one warp: 16-byte vectors, a row's vector l, l + 32, … in lane l, all loads of a batch
 // issued before the first use.
 #include "moe_dispatch.h"
 
@@ -238,24 +238,21 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     if (first + i * 32 + lane < vectors) store(args.y + n * args.D, first + i * 32 + lane, pack(sum[i]));
 }
 
-constexpr int kWeightedBatch = 4;
+constexpr int kWeightedBatch = 7;
 
+// One warp per slot: a token's slots are neighbours, so its dy comes from L1 for all but the first.
 __global__ void __launch_bounds__(kThreads) send_weighted_kernel(const __grid_constant__ SendWeighted args) {
   const int lane = threadIdx.x % 32, vectors = args.D / 8;
-  const int64_t n = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (n >= args.N) return;
-  const Slots slots(args.row_NA, args.owner_NA, n, args.A, lane);
-  const float weight = lane < args.A ? args.weight_NA[n * args.A + lane] : 0.f;
-  const __nv_bfloat16* dy = args.dy + n * args.D;
-  float d_weight = 0.f;
-  for (int a = 0; a < args.A; ++a) {
-    const int64_t row = __shfl_sync(~0u, slots.row, a);
-    const int owner = __shfl_sync(~0u, slots.owner, a);
-    const float w = __shfl_sync(~0u, weight, a);
-    if (row < 0) break;
+  const int64_t slot = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (slot >= args.N * args.A) return;
+  const int64_t n = slot / args.A, row = args.row_NA[slot];
+  float dot = 0.f;
+  if (row >= 0) {
+    const int owner = args.owner_NA[slot];
+    const float w = args.weight_NA[slot];
+    const __nv_bfloat16* dy = args.dy + n * args.D;
     const __nv_bfloat16* from = args.rows.base[owner] + row * args.D;
     __nv_bfloat16* to = args.d_rows.base[owner] + row * args.D;
-    float dot = 0.f;
     for (int base = lane; base < vectors; base += 32 * kWeightedBatch) {
       uint4 x[kWeightedBatch], d[kWeightedBatch];
 #pragma unroll
@@ -272,11 +269,10 @@ __global__ void __launch_bounds__(kThreads) send_weighted_kernel(const __grid_co
         if (base + i * 32 < vectors) store(to, base + i * 32, pack(ds));
       }
     }
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1) dot += __shfl_xor_sync(~0u, dot, offset);
-    if (lane == a) d_weight = dot;
   }
-  if (lane < args.A) args.d_weight[n * args.A + args.source_NA[n * args.A + lane]] = d_weight;
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) dot += __shfl_xor_sync(~0u, dot, offset);
+  if (lane == 0) args.d_weight[n * args.A + args.source_NA[slot]] = dot;
 }
 
 int blocks_of(int64_t items, int each) { return static_cast<int>((items + each - 1) / each); }
@@ -331,7 +327,7 @@ cudaError_t combine(const Combine& args, cudaStream_t stream) {
 
 cudaError_t send_weighted(const SendWeighted& args, cudaStream_t stream) {
   if (!fits(args.A, args.D)) return cudaErrorInvalidValue;
-  if (args.N) send_weighted_kernel<<<blocks_of(args.N, kWarps), kThreads, 0, stream>>>(args);
+  if (args.N) send_weighted_kernel<<<blocks_of(args.N * args.A, kWarps), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -96,17 +96,21 @@ def test_cuda_mix_skips_rows_that_want_no_gradient_and_takes_no_tokens():
 def test_cuda_mix_replays_in_a_graph():
     mix = cuda_mix()
     rows, query, weight, do = inputs(5, 400, 1024, "cuda", seed=3)
-    eager = run(mix, rows, query, weight, do)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(mix, rows, query, weight, do)
-    torch.cuda.current_stream().wait_stream(side)
+    out, (*drows, dquery, _) = run(mix, rows, query, weight, do)
+    rows, u = [row.detach() for row in rows], (query * weight).detach()
+
+    def call():
+        out, rv = torch.ops.megamoe.attn_res_mix_fwd(rows, u, 1e-5)
+        return out, *torch.ops.megamoe.attn_res_mix_bwd(do, rows, u, rv, 2**5 - 1)
+
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = run(mix, rows, query, weight, do)
+        out_again, drows_again, du = call()
+    out_again.zero_()
     graph.replay()
-    assert torch.equal(captured[0], eager[0]) and all(torch.equal(a, b) for a, b in zip(captured[1], eager[1]))
+    assert torch.equal(out_again, out) and all(torch.equal(a, b) for a, b in zip(drows_again, drows))
+    assert torch.equal(du * weight, dquery)
 
 
 @pytest.mark.skipif(not HAVE_TRITON, reason="triton is not installed")

@@ -55,7 +55,10 @@ def test_routing_chooses_counts_and_bins_as_the_twin(N, E, A, bins, on_logits):
     torch.testing.assert_close(got.weight_NA, want.weight_NA, rtol=2e-6, atol=1e-9)
     dweight = torch.randn(N, A, device="cuda", generator=gen) * mask[:, None]
     (a,), (b,) = (torch.autograd.grad(r.weight_NA, [logits], dweight) for r in (got, want))
-    assert N == 0 or error(a, b) < 2e-6
+    if A == 1:  # the weight is score / score: its gradient is zero up to rounding
+        assert max(a.abs().max(), b.abs().max()) < 1e-5
+    else:
+        assert N == 0 or error(a, b) < 2e-6
 
 
 @pytest.mark.gpu
@@ -209,15 +212,16 @@ def test_grouped_mlp_matches_float64_as_closely_as_plain_bf16(counts, rest, D, F
 
 
 @pytest.mark.gpu
-def test_weight_gradients_add_into_fp32_main_grads():
+@pytest.mark.parametrize("D, F", [(256, 256), (264, 200)])
+def test_weight_gradients_add_into_fp32_main_grads(D, F):
     from megamoe.ops.grouped_mlp import triton as fast
 
-    if not torch.cuda.is_available() or fast.why_not(device="cuda", dtype=torch.bfloat16, D=256, F=256):
+    if not torch.cuda.is_available() or fast.why_not(device="cuda", dtype=torch.bfloat16, D=D, F=F):
         pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
     count = torch.tensor([100, 0, 60], dtype=torch.int32, device="cuda")
-    x, dout = (torch.randn(160, 256, device="cuda").bfloat16() for _ in range(2))
-    ws = [(torch.randn(3, 256, 256, device="cuda") / 16).bfloat16().requires_grad_() for _ in range(3)]
+    x, dout = (torch.randn(160, D, device="cuda").bfloat16() for _ in range(2))
+    ws = [(torch.randn(3, *s, device="cuda") / 16).bfloat16().requires_grad_() for s in ((F, D), (F, D), (D, F))]
     want = torch.autograd.grad(fast.grouped_mlp(x, count, *ws, act="situ"), ws, dout)
     for w in ws:
         w.main_grad = torch.ones(w.shape, device="cuda")

@@ -23,7 +23,10 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: a BM x BN tile in steps of BK, `stages` copies ahead, `warps` of one program, programs an SM."""
+    """How one kernel is cut: a BM x BN tile in steps of BK, `stages` copies ahead, `warps` of one program, programs an SM.
+
+    group: row tiles that share a column of weights before the next column begins. parts: pieces in which `d_weight` adds.
+    """
 
     BM: int
     BN: int
@@ -32,9 +35,12 @@ class Tile:
     warps: int
     per_sm: int = 1
     group: int = 12
+    parts: int = 4
+    max_registers: int | None = None
 
     def launch(self) -> dict:
-        return dict(BM=self.BM, BN=self.BN, BK=self.BK, GROUP=self.group, num_stages=self.stages, num_warps=self.warps)
+        cut = dict(BM=self.BM, BN=self.BN, BK=self.BK, GROUP=self.group, num_stages=self.stages, num_warps=self.warps)
+        return cut if self.max_registers is None else cut | dict(maxnreg=self.max_registers)
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,10 @@ def rules(R: int, E: int) -> Rules:
     BM = 64 if R < 192 * E else 128
     return Rules(
         up=Tile(BM, 128, 64, 4, 8),
-        down=Tile(BM, 256, 64, 4, 8),
+        down=Tile(BM, 256, 64, 3, 8),
         d_hidden=Tile(BM, 128, 64, 4, 8),
         d_rows=Tile(BM, 256, 64, 4, 8),
-        d_weight=Tile(128, 256, 64, 4, 8),
+        d_weight=Tile(128, 128, 64, 3, 4, per_sm=2),
     )
 
 
@@ -161,6 +167,16 @@ def hidden_bwd(plan: Plan, dout_RD, w_down_eDF, gate_RF, up_RF, act):
     return dgate, dup, hidden
 
 
+def hidden_bwd_apart(plan: Plan, dout_RD, w_down_eDF, gate_RF, up_RF, act):
+    """`hidden_bwd` as torch's grouped product and a pass over its result."""
+    hidden = torch.nn.functional.grouped_mm(dout_RD, w_down_eDF, offs=plan.row_start[1:])
+    dgate, dup = torch.empty_like(gate_RF), torch.empty_like(gate_RF)
+    situ, beta, linear_beta = act
+    grid = (triton.cdiv(hidden.numel(), 4096),)
+    kernels.act_bwd[grid](gate_RF, up_RF, hidden, dgate, dup, hidden.numel(), beta, linear_beta, SITU=situ, APPROX=hidden.is_cuda, BLOCK=4096, num_warps=8)
+    return dgate, dup, hidden
+
+
 def rows_bwd(plan: Plan, dgate_RF, dup_RF, w_gate_eFD, w_up_eFD):
     """dx_RD; rows of no expert are zero."""
     tile, F, D = plan.rules.d_rows, w_gate_eFD.shape[1], w_gate_eFD.shape[2]
@@ -178,10 +194,13 @@ def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad_eMN=None):
     tile, M, N = plan.rules.d_weight, a_RM.shape[1], b_RN.shape[1]
     dw = torch.empty_like(like_eMN) if main_grad_eMN is None else main_grad_eMN
     programs = min(plan.E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN), plan.programs * tile.per_sm)
+    a_tiles, b_tiles = _tiles_of(a_RM, tile.BK, tile.BM), _tiles_of(b_RN, tile.BK, tile.BN)
+    add = main_grad_eMN is not None
+    # Three dims, so that a tile that overhangs an expert's matrix is cut there and adds nothing to the next one's.
+    dw_tiles = TensorDescriptor.from_tensor(dw, [1, tile.BM, tile.BN // tile.parts]) if add else b_tiles
     kernels.d_weight[(programs,)](
-        _tiles_of(a_RM, tile.BK, tile.BM), _tiles_of(b_RN, tile.BK, tile.BN), a_RM, b_RN, dw, plan.row_start, plan.E, M, N,
-        ADD=main_grad_eMN is not None, **tile.launch(),
-    )  # fmt: skip
+        a_tiles, b_tiles, dw_tiles, a_RM, b_RN, dw, plan.row_start, plan.E, M, N, ADD=add, PARTS=tile.parts, **tile.launch()
+    )
     return dw if main_grad_eMN is None else None
 
 

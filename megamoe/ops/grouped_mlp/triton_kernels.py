@@ -182,6 +182,20 @@ def d_hidden(
 
 
 @triton.jit
+def act_bwd(gate, up_in, dh, dgate, dup, count, beta, linear_beta, SITU: tl.constexpr, APPROX: tl.constexpr, BLOCK: tl.constexpr):
+    """dgate, dup from dh, which is overwritten by the recomputed hidden. All of `count` elements, contiguous."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up_in + at, mask=mask, other=0.0).to(tl.float32)
+    d = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
+    dg, du, h = _act_bwd(g, u, d, beta, linear_beta, SITU, APPROX)
+    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=mask)
+    tl.store(dup + at, du.to(dup.dtype.element_ty), mask=mask)
+    tl.store(dh + at, h.to(dh.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def d_rows(
     dg_desc, wg_desc, du_desc, wu_desc, dx, row_start, slot_start, expert_of_slot, E, D, F,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
@@ -204,10 +218,14 @@ def d_rows(
 
 @triton.jit
 def d_weight(
-    a_desc, b_desc, a, b, dw, row_start, E, M, N,
-    ADD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a_desc, b_desc, dw_desc, a, b, dw, row_start, E, M, N,
+    ADD: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dw (E, M, N) = or += a_e (rows, M)^T b_e (rows, N). An expert without rows gets zero, or is left alone when adding."""
+    """dw (E, M, N) = or += a_e (rows, M)^T b_e (rows, N). An expert without rows gets zero, or is left alone when adding.
+
+    Adding is done by the copy engine (dw_desc, PARTS pieces of columns): nothing is read back into registers. One tile adds to
+    an element once per launch, so the order of additions, hence every bit, is that of the launches.
+    """
     rows_of_tiles = tl.cdiv(M, BM)
     columns = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), E * rows_of_tiles * columns, tl.num_programs(0)):
@@ -230,11 +248,26 @@ def d_weight(
             last_a = tl.load(at_a, mask=inside & (cols_M < M)[None, :], other=0.0)
             last_b = tl.load(at_b, mask=inside & (cols_N < N)[None, :], other=0.0)
             acc = tl.dot(last_a.T, last_b, acc)
-        at = dw + (e.to(tl.int64) * M + cols_M)[:, None] * N + cols_N[None, :]
-        mask = (cols_M < M)[:, None] & (cols_N < N)[None, :]
         if ADD:
-            acc += tl.load(at, mask=mask, other=0.0)
-        tl.store(at, acc.to(dw.dtype.element_ty), mask=mask)
+            if start < end:
+                if PARTS == 1:
+                    dw_desc.atomic_add([e, m * BM, n * BN], acc.reshape([1, BM, BN]))
+                else:
+                    left, right = acc.reshape([BM, 2, BN // 2]).permute(0, 2, 1).split()
+                    if PARTS == 2:
+                        dw_desc.atomic_add([e, m * BM, n * BN], left.reshape([1, BM, BN // 2]))
+                        dw_desc.atomic_add([e, m * BM, n * BN + BN // 2], right.reshape([1, BM, BN // 2]))
+                    else:
+                        a0, a1 = left.reshape([BM, 2, BN // 4]).permute(0, 2, 1).split()
+                        a2, a3 = right.reshape([BM, 2, BN // 4]).permute(0, 2, 1).split()
+                        dw_desc.atomic_add([e, m * BM, n * BN], a0.reshape([1, BM, BN // 4]))
+                        dw_desc.atomic_add([e, m * BM, n * BN + BN // 4], a1.reshape([1, BM, BN // 4]))
+                        dw_desc.atomic_add([e, m * BM, n * BN + BN // 2], a2.reshape([1, BM, BN // 4]))
+                        dw_desc.atomic_add([e, m * BM, n * BN + BN // 4 * 3], a3.reshape([1, BM, BN // 4]))
+        else:
+            at = dw + (e.to(tl.int64) * M + cols_M)[:, None] * N + cols_N[None, :]
+            mask = (cols_M < M)[:, None] & (cols_N < N)[None, :]
+            tl.store(at, acc.to(dw.dtype.element_ty), mask=mask)
 
 
 @triton.jit
