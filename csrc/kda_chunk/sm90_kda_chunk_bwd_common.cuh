@@ -9,7 +9,8 @@
 //
 // Everything between kernels lies in global memory as the shared-memory image the next kernel wants, moved by bulk copies.
 // An image of R rows and 64 or 128 bf16 columns stores the 16-byte unit u of row r at unit u ^ (r & 7): eight consecutive
-// rows of one unit fall into eight different bank groups, which is what ldmatrix reads.
+// rows of one unit fall into eight different bank groups, which is what ldmatrix reads. Operands of warpgroup products (S, dS and,
+// in the gradient kernel, do and dv) are kept as two halves of 64 columns, each an image of 64: the hardware's 128-byte swizzle.
 #pragma once
 #include <stddef.h>
 
@@ -19,7 +20,7 @@ namespace megamoe::kda_bwd {
 
 constexpr int kChunk = 64, kTile = 16, kTiles = 4, kDim = 128;
 constexpr int kImage128 = kChunk * kDim * 2;   // ke, kg, qg: [64][128]; v~ transposed: [128][64]
-constexpr int kImageState = kDim * kDim * 2;   // S, dS transposed: [v][c]
+constexpr int kImageState = kDim * kDim * 2;   // S, dS transposed: [v][c], in halves of c
 constexpr int kImage64 = kChunk * kChunk * 2;  // A', P: [i][j]
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kShift = 15.f * kLog2e;  // constant share of a tile's exponent given to the row factor
@@ -70,6 +71,8 @@ struct Args {
 
 __device__ __forceinline__ uint32_t off128(int row, int unit) { return row * 256 + ((unit ^ (row & 7)) << 4); }
 __device__ __forceinline__ uint32_t off64(int row, int unit) { return row * 128 + ((unit ^ (row & 7)) << 4); }
+// 128 columns as two images of 64, `rows` rows each.
+__device__ __forceinline__ uint32_t off_halves(int row, int unit, int rows) { return (unit >> 3) * rows * 128 + off64(row, unit & 7); }
 // Byte offset of the column pair (2 pair, 2 pair + 1).
 __device__ __forceinline__ uint32_t off128_pair(int row, int pair) { return off128(row, pair >> 2) + (pair & 3) * 4; }
 __device__ __forceinline__ uint32_t off64_pair(int row, int pair) { return off64(row, pair >> 2) + (pair & 3) * 4; }
@@ -116,15 +119,15 @@ __device__ __forceinline__ uint32_t load_u32(const void* p) { return *static_cas
 __device__ __forceinline__ float gate_rate2(const Args& p, int head) { return (p.a_log ? ex2(p.a_log[head] * kLog2e) : 1.f) * kLog2e; }
 
 // Loads up to 64 rows of one head into a [64][128] image, zero beyond `rows`; threads 0..kThreads-1 take part.
-template <int kThreads>
+template <int kThreads, bool kHalves = false>
 __device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int64_t token0, int rows, int head, int tid) {
   constexpr int kStep = kThreads / 16;  // rows; a multiple of 8, so the swizzle repeats
   const int row = tid >> 4, unit = tid & 15;
   const uint16_t* from = src.at(token0 + row, head) + unit * 8;
-  const uint32_t to = dst + off128(row, unit);
+  const uint32_t to = dst + (kHalves ? off_halves(row, unit, kChunk) : off128(row, unit));
 #pragma unroll
   for (int i = 0; i < kChunk / kStep; i++) {
-    cp_async16(to + i * kStep * 256, from, row + i * kStep < rows);
+    cp_async16(to + i * kStep * (kHalves ? 128 : 256), from, row + i * kStep < rows);
     from += kStep * src.token_stride;
   }
 }

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
   // Three ways of sharing 64 x 128 elements out: eight rows of a channel pair; half a warp a row; a fragment of warp (it, cq).
   const int group = warp >> 1, pair = tid & 63;
   const int half_row = tid >> 4, unit = tid & 15;
-  const int it = warp >> 2, cq = warp & 3, g = lane >> 2, t = lane & 3, ch0 = cq * 32 + 2 * t, r0 = it * kTile + g;
+  const int it = warp & 3, cq = warp >> 2, g = lane >> 2, t = lane & 3, ch0 = cq * 32 + 2 * t, r0 = it * kTile + g;
 
   auto item_at = [&](int i) {
     const int chunk = i / p.heads, hl = i - chunk * p.heads;
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       mbar_expect(bar1, kImageState);
       bulk_load(base + GradSmem::ds, p.ds + x.image * kImageState, kImageState, bar1);
     }
-    load_image128<kGradThreads>(base + GradSmem::dout, p.dout, x.token0, x.rows, x.head, tid);
-    load_image128<kGradThreads>(base + GradSmem::dv, Rows{p.dv.ptr, p.dv.token_stride, p.dv.head_stride}, x.token0, x.rows, x.head, tid);
+    load_image128<kGradThreads, true>(base + GradSmem::dout, p.dout, x.token0, x.rows, x.head, tid);
+    load_image128<kGradThreads, true>(base + GradSmem::dv, Rows{p.dv.ptr, p.dv.token_stride, p.dv.head_stride}, x.token0, x.rows, x.head, tid);
     cp_async_commit();
   };
   auto load_half_rows = [&](uint4(&out)[2], const Rows& src, const GradItem& x) {
@@ -151,6 +151,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       if (unit == 0) *reinterpret_cast<float2*>(rstd + 2 * (half_row + i * 32)) = make_float2(rsqrt_fast(sk + kL2Eps), rsqrt_fast(sq + kL2Eps));
     }
     cp_async_wait<0>();
+    fence_async_proxy();
     __syncthreads();  // S1: rows, norms, gate sums, do, dv
 
     if (tid < kDim) {
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
     // v·dv of each row.
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const uint4 y = *reinterpret_cast<const uint4*>(sm + GradSmem::dv + i * 32 * 256 + off128(half_row, unit));
+      const uint4 y = *reinterpret_cast<const uint4*>(sm + GradSmem::dv + i * 32 * 128 + off_halves(half_row, unit, kChunk));
       const uint32_t xs[4] = {v_rows[i].x, v_rows[i].y, v_rows[i].z, v_rows[i].w}, ys[4] = {y.x, y.y, y.z, y.w};
       float s = 0.f;
 #pragma unroll
@@ -203,67 +204,54 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       if (unit == 0) vdot[half_row + i * 32] = s;
     }
 
-    // dP = tril(do v~^T), dL = -stril(dv v~^T): ten tile pairs, a warp each.
+    // dP = tril(do v~^T), dL = -stril(dv v~^T): warpgroups 0, 1 take dP's columns, 2, 3 dL's.
     const uint32_t straight128 = base + lane_off128(lane_straight(lane)), straight64 = base + lane_off64(lane_straight(lane)), crossed64 = base + lane_off64(lane_crossed(lane));
     mbar_wait(bar0, parity);
-    if (warp < 10) {
-      const int i = warp == 0 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3, j = warp - i * (i + 1) / 2;
-      float dp[2][4] = {}, dl[2][4] = {};
+    {
+      const bool is_l = cq >= 2;
+      const int col0 = (cq & 1) * 32;
+      const uint32_t a = wgmma_operand(base + (is_l ? GradSmem::dv : GradSmem::dout)), b = wgmma_operand(base + GradSmem::vt + col0 * 2);
+      float d[4][4];
+      wgmma_begin();
 #pragma unroll
-      for (int ks = 0; ks < 8; ks++) {
-        uint32_t a[4], c[4], b[4];
-        ldsm4(a, block128(straight128 + GradSmem::dout, i, ks));
-        ldsm4(c, block128(straight128 + GradSmem::dv, i, ks));
-        ldsm4_t(b, block64(straight64 + GradSmem::vt, ks, j));
-        mma(dp[0], a, b[0], b[1]);
-        mma(dp[1], a, b[2], b[3]);
-        mma(dl[0], c, b[0], b[1]);
-        mma(dl[1], c, b[2], b[3]);
-      }
-      unsigned char* tile = sm + i * kTile * 128;
+      for (int ks = 0; ks < 8; ks++) wgmma_m64n32<false, true>(d, a + wgmma_bytes((ks >> 2) * (kChunk * 128) + (ks & 3) * 32), b + wgmma_bytes(ks * 2048), ks > 0);
+      wgmma_end();
+      wgmma_settle(d);
+      unsigned char* out = sm + (is_l ? GradSmem::dl : GradSmem::dp) + it * kTile * 128;
 #pragma unroll
-      for (int n = 0; n < 2; n++)
+      for (int n = 0; n < 4; n++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const int row = i * kTile + g + half * 8, col = j * kTile + n * 8 + 2 * t;
-          const uint32_t off = half * 1024 + off64_pair(g, col >> 1);
-          *reinterpret_cast<uint32_t*>(tile + GradSmem::dp + off) = pack_bf16(col <= row ? dp[n][half * 2] : 0.f, col + 1 <= row ? dp[n][half * 2 + 1] : 0.f);
-          *reinterpret_cast<uint32_t*>(tile + GradSmem::dl + off) = pack_bf16(col < row ? -dl[n][half * 2] : 0.f, col + 1 < row ? -dl[n][half * 2 + 1] : 0.f);
+          const int row = it * kTile + g + half * 8, col = col0 + n * 8 + 2 * t;
+          const float y = is_l ? -d[n][half * 2] : d[n][half * 2], z = is_l ? -d[n][half * 2 + 1] : d[n][half * 2 + 1];
+          const int last = row - is_l;  // last column kept
+          *reinterpret_cast<uint32_t*>(out + half * 1024 + off64_pair(g, col >> 1)) = pack_bf16(col <= last ? y : 0.f, col + 1 <= last ? z : 0.f);
         }
     }
     mbar_wait(bar1, parity);
 
-    // Sum over v of S·dS per channel, sixteen v a thread.
+    // Through the states: do S^T, dv S^T, v~ dS^T, a warpgroup 32 channels; meanwhile the sum over v of S·dS, sixteen v a thread.
+    float aq[4][4], ak[4][4], ac[4][4];
     {
+      const uint32_t columns = (cq >> 1) * (kDim * 128) + (cq & 1) * 64, rows = wgmma_operand(base), state = wgmma_operand(base + columns);
+      wgmma_begin();
+#pragma unroll
+      for (int ks = 0; ks < 8; ks++) {
+        const uint32_t k_row = (ks >> 2) * (kChunk * 128) + (ks & 3) * 32;
+        wgmma_m64n32<false, true>(aq, rows + wgmma_bytes(GradSmem::dout + k_row), state + wgmma_bytes(GradSmem::s + ks * 2048), ks > 0);
+        wgmma_m64n32<false, true>(ak, rows + wgmma_bytes(GradSmem::dv + k_row), state + wgmma_bytes(GradSmem::s + ks * 2048), ks > 0);
+        wgmma_m64n32<true, true>(ac, rows + wgmma_bytes(GradSmem::vt + ks * 2048), state + wgmma_bytes(GradSmem::ds + ks * 2048), ks > 0);
+      }
       float s0 = 0.f, s1 = 0.f;
-      const unsigned char* rows16 = sm + group * 16 * 256;
+      const unsigned char* rows16 = sm + (pair >> 5) * (kDim * 128) + group * 16 * 128;
 #pragma unroll
       for (int r = 0; r < 16; r++) {
-        const uint32_t off = off128_pair(r, pair), y = load_u32(rows16 + GradSmem::s + off), z = load_u32(rows16 + GradSmem::ds + off);
+        const uint32_t off = off64_pair(r, pair & 31), y = load_u32(rows16 + GradSmem::s + off), z = load_u32(rows16 + GradSmem::ds + off);
         s0 += bf_lo(y) * bf_lo(z), s1 += bf_hi(y) * bf_hi(z);
       }
       *reinterpret_cast<float2*>(state_part + group * kDim + 2 * pair) = make_float2(s0, s1);
-    }
-
-    // Through the states: do S^T, dv S^T, v~ dS^T.
-    float aq[4][4] = {}, ak[4][4] = {}, ac[4][4] = {};
-#pragma unroll
-    for (int ks = 0; ks < 8; ks++) {
-      uint32_t a[4], c[4], w[4], b[4];
-      ldsm4(a, block128(straight128 + GradSmem::dout, it, ks));
-      ldsm4(c, block128(straight128 + GradSmem::dv, it, ks));
-      ldsm4_t(w, block64(crossed64 + GradSmem::vt, ks, it));
-#pragma unroll
-      for (int n = 0; n < 2; n++) {
-        ldsm4_t(b, block128(straight128 + GradSmem::s, ks, cq * 2 + n));
-        mma(aq[2 * n], a, b[0], b[1]);
-        mma(aq[2 * n + 1], a, b[2], b[3]);
-        mma(ak[2 * n], c, b[0], b[1]);
-        mma(ak[2 * n + 1], c, b[2], b[3]);
-        ldsm4_t(b, block128(straight128 + GradSmem::ds, ks, cq * 2 + n));
-        mma(ac[2 * n], w, b[0], b[1]);
-        mma(ac[2 * n + 1], w, b[2], b[3]);
-      }
+      wgmma_end();
+      wgmma_settle(aq), wgmma_settle(ak), wgmma_settle(ac);
     }
     __syncthreads();  // S2: operands, dP, dL; the images are free
     if (more) ask_for_images(next);

@@ -42,6 +42,36 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Warpgroup products, both operands in shared memory as 128-byte rows with their 16-byte units at unit ^ (row & 7), in atoms of eight
+// rows (1024 bytes, aligned). Not transposed: rows are the m or n index, columns k. Transposed: rows are k, columns m or n.
+// `addr` may point at a block of columns or rows inside; accumulators are C fragments, warp w of the group has rows 16 w.
+// Operands are handed over as half a descriptor: moving by a multiple of 16 bytes adds bytes / 16 to it.
+__device__ __forceinline__ uint32_t wgmma_operand(uint32_t addr) { return (addr >> 4) | (1u << 16); }
+__device__ __forceinline__ constexpr uint32_t wgmma_bytes(uint32_t bytes) { return bytes >> 4; }
+template <bool kTransA, bool kTransB>
+__device__ __forceinline__ void wgmma_m64n32(float (&d)[4][4], uint32_t a, uint32_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%16, %19};\nmov.b64 b, {%17, %19};\nsetp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, a, b, p, 1, 1, %20, %21;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]),
+        "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "r"(a), "r"(b), "r"(static_cast<int>(accumulate)), "n"((1024 >> 4) | (1 << 30)), "n"(kTransA), "n"(kTransB));
+}
+__device__ __forceinline__ void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+// Keeps the compiler from reading an accumulator before the wait above.
+__device__ __forceinline__ void wgmma_settle(float (&d)[4][4]) {
+#pragma unroll
+  for (int n = 0; n < 4; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) asm volatile("" : "+f"(d[n][e])::"memory");
+}
+// Ordinary stores and cp_async16 before, warpgroup products and the copy engine after.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // 16 bytes; zero fill when !valid (src is not read then).
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");

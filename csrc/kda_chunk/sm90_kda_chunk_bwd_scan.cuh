@@ -117,7 +117,7 @@ __device__ __forceinline__ void add_rank64(float (&state)[16][4], const uint32_t
       mma(state[2 * nb + 1], a[kb], b[2], b[3]);
     }
 }
-// acc[16 v][64 rows] += sign · state[16 v][128 c] · rows[64][128]^T; the packed state also goes to `out` (this warp's [16][128] image).
+// acc[16 v][64 rows] += sign · state[16 v][128 c] · rows[64][128]^T; the packed state also goes to `out` (this warp's two [16][64] images).
 // lane_rows: crossed lane offset into the image, lane_out: straight lane offset into `out`.
 template <bool kNegate>
 __device__ __forceinline__ void state_times_rows(float (&acc)[8][4], const float (&state)[16][4], uint32_t lane_rows, uint32_t lane_out) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void state_times_rows(float (&acc)[8][4], const float
   for (int ks = 0; ks < 8; ks++) {
     uint32_t a[4];
     pack_a(a, state[2 * ks], state[2 * ks + 1]);
-    stsm4(block128(lane_out, 0, ks), a);
+    stsm4(block64(lane_out, ks >> 2, ks & 3), a);  // 16 rows of 128 bytes, twice
     if (kNegate) negate_a(a, a);
 #pragma unroll
     for (int nb = 0; nb < 4; nb++) {
@@ -187,7 +187,7 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
         c[0] = bf_lo(a[i]), c[1] = bf_hi(a[i]);
       }
     }
-    state_times_rows<true>(x, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight128);
+    state_times_rows<true>(x, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, x);
     float vn[8][4] = {};
@@ -205,7 +205,8 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
     pack_rows(va, vn);
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) stsm4(block64(b.base + row_out + straight64, 0, kb), va[kb]);
-    send<16 * 256>(b.lane, p.s + image * kImageState + v * 256, sm + state_out);
+    send<16 * 128>(b.lane, p.s + image * kImageState + v * 128, sm + state_out);
+    send<16 * 128>(b.lane, p.s + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
     send<16 * 128>(b.lane, p.vt + image * kImage128 + v * 128, sm + row_out);
 
     const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
@@ -247,7 +248,7 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
         mma(dvn[2 * nb], da[kb], f[0], f[1]);
         mma(dvn[2 * nb + 1], da[kb], f[2], f[3]);
       }
-    state_times_rows<false>(dvn, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight128);
+    state_times_rows<false>(dvn, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, dvn);
     float dv[8][4] = {};
@@ -266,7 +267,8 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
     // dv leaves through a [token][16 v] staging: a transposed store of the fragments, then 16 bytes a lane.
 #pragma unroll
     for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
-    send<16 * 256>(b.lane, p.ds + image * kImageState + v * 256, sm + state_out);
+    send<16 * 128>(b.lane, p.ds + image * kImageState + v * 128, sm + state_out);
+    send<16 * 128>(b.lane, p.ds + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
     {
       uint16_t* to = dv_out;
       const unsigned char* from = sm + row_out + (b.lane >> 1) * kDvLd + (b.lane & 1) * 16;

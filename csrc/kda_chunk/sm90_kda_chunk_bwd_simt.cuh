@@ -40,14 +40,14 @@ struct Fiber {
   bool done = false;
   std::vector<std::vector<std::function<void()>>> groups{1};       // cp.async groups, the last one open
 };
-struct Collective { int count = 0; uint64_t generation = 0; void* args[32]; };
+struct Collective { int count = 0; uint64_t generation = 0; void* args[128]; };
 struct Barrier { int count = 0; uint64_t generation = 0; };
 struct Mbar { int phase = 0, expected = 0, missing = 0; int64_t bytes = 0; std::vector<std::function<void()>> copies; };
 
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<unsigned char> smem;
-  std::vector<Collective> warps;
+  std::vector<Collective> warps, warpgroups;
   Barrier barriers[16];
   std::vector<std::pair<uint32_t, Mbar>> mbars;
   ucontext_t scheduler;
@@ -78,20 +78,23 @@ inline void barrier_wait(Barrier& b, int threads) {
   block->progress++;
 }
 
-// All 32 lanes deposit a pointer; the last to arrive computes for everybody.
+// All lanes of a warp or warpgroup deposit a pointer; the last to arrive computes for everybody.
 template <class F>
-inline void warp_collective(void* mine, F compute) {
-  Collective& c = block->warps[block->current / 32];
-  c.args[block->current % 32] = mine;
+inline void collective(Collective& c, int lanes, void* mine, F compute) {
+  c.args[block->current % lanes] = mine;
   uint64_t generation = c.generation;
   block->progress++;
-  if (++c.count == 32) {
+  if (++c.count == lanes) {
     compute(c.args);
     c.count = 0;
     c.generation++;
   } else {
     while (c.generation == generation) yield();
   }
+}
+template <class F>
+inline void warp_collective(void* mine, F compute) {
+  collective(block->warps[block->current / 32], 32, mine, compute);
 }
 
 template <class Kernel>
@@ -109,6 +112,7 @@ inline void launch(dim3 grid, int threads, size_t smem_bytes, Kernel kernel) {
         block_idx = dim3(x, y, z);
         b.smem.assign(smem_bytes + 16, 0xff);  // every float and bf16 is NaN
         b.warps.assign((threads + 31) / 32, Collective());
+        b.warpgroups.assign((threads + 127) / 128, Collective());
         b.mbars.clear();
         for (auto& bar : b.barriers) bar = Barrier();
         b.live = threads;
@@ -228,6 +232,48 @@ inline void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     }
   });
 }
+
+inline uint32_t wgmma_operand(uint32_t addr) { return addr; }
+constexpr uint32_t wgmma_bytes(uint32_t bytes) { return bytes; }
+struct WgmmaArgs { float (*d)[4]; uint32_t a, b; bool accumulate; };
+// Element (row, column) of an operand: the swizzle is on address bits, as the hardware has it.
+inline float wgmma_element(uint32_t addr, int row, int column) {
+  uint32_t x = addr + (row / 8) * 1024 + (row % 8) * 128 + column * 2;
+  uint16_t bits;
+  memcpy(&bits, at(x ^ ((x >> 7 & 7) << 4), 2, 2), 2);
+  return bits_to_float((uint32_t)bits << 16);
+}
+template <bool kTransA, bool kTransB>
+inline void wgmma_m64n32(float (&d)[4][4], uint32_t a, uint32_t b, bool accumulate) {
+  WgmmaArgs mine{d, a, b, accumulate};
+  simt::collective(block->warpgroups[block->current / 128], 128, &mine, [](void** args) {
+    auto& first = *(WgmmaArgs*)args[0];
+    std::vector<float> A(64 * 16), B(16 * 32);
+    for (int k = 0; k < 16; k++) {
+      for (int m = 0; m < 64; m++) A[m * 16 + k] = kTransA ? wgmma_element(first.a, k, m) : wgmma_element(first.a, m, k);
+      for (int n = 0; n < 32; n++) B[k * 32 + n] = kTransB ? wgmma_element(first.b, k, n) : wgmma_element(first.b, n, k);
+    }
+    for (int thread = 0; thread < 128; thread++) {
+      auto& mine = *(WgmmaArgs*)args[thread];
+      if (mine.a != first.a || mine.b != first.b || mine.accumulate != first.accumulate) {
+        fprintf(stderr, "simt: a warpgroup's threads disagree about a product\n");
+        abort();
+      }
+      int w = thread / 32, g = thread % 32 / 4, t = thread % 4;
+      for (int n = 0; n < 4; n++)
+        for (int e = 0; e < 4; e++) {
+          int row = 16 * w + g + 8 * (e / 2), col = n * 8 + 2 * t + e % 2;
+          float sum = mine.accumulate ? mine.d[n][e] : 0.f;
+          for (int k = 0; k < 16; k++) sum += A[row * 16 + k] * B[k * 32 + col];
+          mine.d[n][e] = sum;
+        }
+    }
+  });
+}
+inline void wgmma_begin() {}
+inline void wgmma_end() {}
+inline void wgmma_settle(float (&)[4][4]) {}
+inline void fence_async_proxy() {}
 
 inline void cp_async16(uint32_t dst, const void* src, bool valid) {
   unsigned char* d = at(dst, 16, 16);
