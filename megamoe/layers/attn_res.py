@@ -9,7 +9,7 @@ from torch import nn
 
 from megamoe.layers.basic import Linear, RMSNorm
 from megamoe.ops import attn_res_mix
-from megamoe.ops.registry import choose
+from megamoe.ops.late import LateChoice
 
 
 class AttnRes(nn.Module):
@@ -23,8 +23,8 @@ class AttnRes(nn.Module):
         super().__init__()
         self.norm = RMSNorm(d_model, eps)
         self.proj = Linear(d_model, 1)
-        self.op = choose(attn_res_mix.OP)
+        self.op = LateChoice(attn_res_mix.OP, D=d_model)
 
     def forward(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """rows: (T, D) each, bank first, running sum last. Returns (T, D)."""
-        return self.op(rows, self.proj.weight[0], self.norm.weight, eps=self.norm.eps)
+        return self.op.on(rows[0])(rows, self.proj.weight[0], self.norm.weight, eps=self.norm.eps)

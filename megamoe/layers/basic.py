@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from megamoe.ops import rms_norm, short_conv
-from megamoe.ops.registry import choose
+from megamoe.ops.late import LateChoice
 
 
 class KeepWide(nn.Module):
@@ -62,10 +62,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
-        self.op = choose(rms_norm.OP)
+        self.op = LateChoice(rms_norm.OP, D=dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.op(x, self.weight, eps=self.eps)
+        return self.op.on(x)(x, self.weight, eps=self.eps)
 
 
 class GatedRMSNorm(KeepWide):
@@ -77,10 +77,10 @@ class GatedRMSNorm(KeepWide):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
-        self.op = choose(rms_norm.GATED_OP)
+        self.op = LateChoice(rms_norm.GATED_OP, D=dim)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return self.op(x, self.weight, gate, eps=self.eps)
+        return self.op.on(x)(x, self.weight, gate, eps=self.eps)
 
 
 class ShortConv(KeepWide):
@@ -91,7 +91,8 @@ class ShortConv(KeepWide):
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-        self.op = choose(short_conv.OP)
+        self.op = LateChoice(short_conv.OP, C=channels, W=taps)
 
     def forward(self, x_TC, cu_seqlens, history_NWC=None, output_final_history=False):
-        return self.op(x_TC, self.weight, cu_seqlens=cu_seqlens, history_NWC=history_NWC, output_final_history=output_final_history)
+        op = self.op.on(x_TC)
+        return op(x_TC, self.weight, cu_seqlens=cu_seqlens, history_NWC=history_NWC, output_final_history=output_final_history)

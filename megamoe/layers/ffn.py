@@ -8,7 +8,7 @@ from torch import nn
 from megamoe.layers.basic import Linear
 from megamoe.layers.config import FFNConfig
 from megamoe.ops import situ_glu
-from megamoe.ops.registry import choose
+from megamoe.ops.late import LateChoice
 
 
 class GatedMLP(nn.Module):
@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         self.up_proj = Linear(d_model, size)
         self.down_proj = Linear(size, d_model)
         self.act = dict(act=config.act.name, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
-        self.op = choose(situ_glu.OP)
+        self.op = LateChoice(situ_glu.OP)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.op(self.gate_proj(x_TD), self.up_proj(x_TD), **self.act))
+        return self.down_proj(self.op.on(x_TD)(self.gate_proj(x_TD), self.up_proj(x_TD), **self.act))

@@ -20,7 +20,7 @@ from megamoe.layers.basic import GatedRMSNorm, KeepWide, Linear, ShortConv
 from megamoe.layers.stream import Stream
 from megamoe.layers.config import GateKind, KDAConfig, OutputGate
 from megamoe.ops import kda_chunk
-from megamoe.ops.registry import choose
+from megamoe.ops.late import LateChoice
 
 
 assert {kind.name for kind in GateKind} == set(kda_chunk.GATES)
@@ -67,8 +67,7 @@ class KDA(KeepWide):
             self.g_b_proj = Linear(config.head_dim, C)
         self.o_norm = GatedRMSNorm(config.head_dim, config.norm_eps)
         self.o_proj = Linear(C, d_model)
-        self._core = None
-        self._core_facts = None
+        self.op = LateChoice("kda_chunk", prefer=config.backend, K=config.head_dim, V=config.head_dim, gate=config.gate.name)
 
     def forward(
         self, x_TD: torch.Tensor, stream: Stream, *, state: KDAState | None = None, output_state: bool = False
@@ -112,11 +111,6 @@ class KDA(KeepWide):
         return self.g_b_proj(self.g_a_proj(x_TD))
 
     def core(self, x_TD: torch.Tensor, stream: Stream):
-        """The backend for this device and dtype. Facts that a layer on the meta device cannot know, so: on first use."""
-        facts = dict(device=x_TD.device.type, dtype=x_TD.dtype, training=torch.is_grad_enabled())
-        if facts != self._core_facts:
-            c = self.config
-            self._core = choose("kda_chunk", prefer=c.backend, K=c.head_dim, V=c.head_dim, gate=c.gate.name, **facts)
-            self._core_facts = facts
-        return self._core
+        """The callable that attends, `megamoe.ops.kda_chunk`'s contract."""
+        return self.op.on(x_TD)
 

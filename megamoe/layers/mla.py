@@ -23,7 +23,8 @@ from torch import nn
 from megamoe.layers.basic import Linear, RMSNorm
 from megamoe.layers.stream import Stream
 from megamoe.layers.config import MLAConfig, RopeKind
-from megamoe.ops.mla_attention import backend_for
+from megamoe.ops import mla_attention
+from megamoe.ops.late import LateChoice
 
 # YaRN: wavelengths that turn more than FAST times within the original context are left alone, those that turn less than
 # SLOW times are interpolated, those between are blended. The paper's values.
@@ -49,6 +50,7 @@ class MLA(nn.Module):
         if c.output_gate:
             self.g_proj = Linear(d_model, c.num_heads * c.v_head_dim)
         self.o_proj = Linear(c.num_heads * c.v_head_dim, d_model)
+        self.op = LateChoice(mla_attention.OP, prefer=c.backend, Q=c.qk_head_dim, V=c.v_head_dim)
 
     def forward(self, x_TD: torch.Tensor, stream: Stream) -> torch.Tensor:
         """x_TD: (T, D) normalised layer input. Returns (T, D) in x's dtype."""
@@ -58,7 +60,7 @@ class MLA(nn.Module):
 
     def core(self, q_THQ: torch.Tensor, v_THV: torch.Tensor):
         """The attention backend for these tensors."""
-        return backend_for(q_THQ.device.type, q_THQ.dtype, q_THQ.shape[-1], v_THV.shape[-1], self.config.backend)
+        return self.op.on(q_THQ)
 
     def output(self, o_THV: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         """Gate and project the heads' outputs. (T, D) in x's dtype."""

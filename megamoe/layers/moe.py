@@ -18,9 +18,8 @@ from megamoe.layers.basic import Linear, RMSNorm
 from megamoe.layers.config import FFNConfig, MoEConfig
 from megamoe.layers.ffn import GatedMLP
 from megamoe.layers.router import Router, RouterStats
-from megamoe.ops import moe_dispatch
-from megamoe.ops.grouped_mlp import backend_for
-from megamoe.ops.registry import choose
+from megamoe.ops import grouped_mlp, moe_dispatch
+from megamoe.ops.late import LateChoice
 
 
 class Experts(nn.Module):
@@ -32,12 +31,10 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(num_local, size, width))
         self.w2 = nn.Parameter(torch.empty(num_local, width, size))
         self.act = dict(act=ffn.act.name, act_beta=ffn.situ_beta, act_linear_beta=ffn.situ_linear_beta)
-        self.backend = backend
+        self.op = LateChoice(grouped_mlp.OP, prefer=backend, D=width, F=size)
 
     def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor) -> torch.Tensor:
-        _, size, width = self.w1.shape
-        op = backend_for(rows_RL.device.type, rows_RL.dtype, width, size, self.backend)
-        return op(rows_RL, count_e, self.w1, self.w3, self.w2, **self.act)
+        return self.op.on(rows_RL)(rows_RL, count_e, self.w1, self.w3, self.w2, **self.act)
 
 
 class MoE(nn.Module):
@@ -62,7 +59,7 @@ class MoE(nn.Module):
             self.routed_expert_norm = RMSNorm(config.latent, norm_eps) if config.latent_norm else nn.Identity()
         if config.num_shared_experts:
             self.shared_experts = GatedMLP(d_model, config.shared_size, ffn)
-        self.dispatch = choose(moe_dispatch.OP, prefer=config.dispatch)
+        self.dispatch = LateChoice(moe_dispatch.OP, prefer=config.dispatch, D=width, E=config.num_experts, A=config.top_k)
 
     def forward(self, x_ND: torch.Tensor, token_mask_N: torch.Tensor | None = None) -> tuple[torch.Tensor, RouterStats | None]:
         """x_ND: (N, D) normalised layer input. Returns (N, D) in x's dtype, and the statistics to accumulate.
@@ -72,7 +69,7 @@ class MoE(nn.Module):
         idx_NA, weight_NA, stats = self.gate(x_ND, token_mask_N)
         latent = self.config.latent is not None
         z_NL = self.routed_expert_down_proj(x_ND) if latent else x_ND
-        rows_RL, count_e, handle = self.dispatch(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
+        rows_RL, count_e, handle = self.dispatch.on(z_NL)(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
         y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e), handle)
         if latent:
             y_ND = self.routed_expert_up_proj(self.routed_expert_norm(y_ND))

@@ -26,7 +26,7 @@ from megamoe.model.config import AttnResKind, ModelConfig
 from megamoe.model.mtp import MTP, mtp_labels, shift_within_documents
 from megamoe.model.params import annotate
 from megamoe.ops import linear_cross_entropy
-from megamoe.ops.registry import choose
+from megamoe.ops.late import LateChoice
 
 
 class Transformer(nn.Module):
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
                 self.lm_head = Linear(D, config.vocab_size)
             if config.mtp.num_layers:
                 self.mtp = MTP(config, recompute=recompute)
-        self.loss_op = choose(linear_cross_entropy.OP)
+        self.loss_op = LateChoice(linear_cross_entropy.OP, V=config.vocab_size, D=D)
         annotate(self)
 
     def forward(
@@ -116,7 +116,7 @@ class Transformer(nn.Module):
 
     def token_losses(self, hidden_TD: torch.Tensor, labels_T: torch.Tensor) -> torch.Tensor:
         """Cross-entropy per token, (T,) fp32, zero where the label is -100. Divide by the global count, once."""
-        return self.loss_op(self.norm(hidden_TD), self.head_weight, labels_T)
+        return self.loss_op.on(hidden_TD)(self.norm(hidden_TD), self.head_weight, labels_T)
 
     def mtp_token_losses(
         self,
@@ -142,4 +142,4 @@ class Transformer(nn.Module):
         stream = Stream.build(tokens_T.shape[0], cu_seqlens, positions_T=positions_T, token_mask_T=token_mask_T, max_seqlen=max_seqlen)
         # A document's last token has no successor: any token may stand in, its loss is masked and nothing attends to it later.
         next_TD = self.embed(shift_within_documents(tokens_T, stream, 0))
-        return self.loss_op(self.mtp(hidden_TD, next_TD, stream), self.head_weight, mtp_labels(labels_T, stream))
+        return self.loss_op.on(hidden_TD)(self.mtp(hidden_TD, next_TD, stream), self.head_weight, mtp_labels(labels_T, stream))

@@ -34,7 +34,8 @@ def attn_res_mix(rows: Sequence[torch.Tensor], query_D: torch.Tensor, norm_weigh
     Twins: reference.py (plain autograd), two_phase.py (block statistics first, for inference).
     """
     validate(rows, query_D, norm_weight_D)
-    return choose(OP)(rows, query_D, norm_weight_D, eps=eps)
+    op = choose(OP, device=rows[0].device.type, dtype=rows[0].dtype, D=rows[0].shape[-1])
+    return op(rows, query_D, norm_weight_D, eps=eps)
 
 
 def validate(rows: Sequence[torch.Tensor], query_D: torch.Tensor, norm_weight_D: torch.Tensor) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from megamoe.ops.registry import choose, register
@@ -41,14 +39,8 @@ def grouped_mlp(
     No collective. `reference` syncs the host once to read the counts, `grouped_mm` never. Twin: reference.py.
     """
     validate(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act)
-    op = backend_for(rows_RD.device.type, rows_RD.dtype, rows_RD.shape[1], w_gate_eFD.shape[1])
+    op = choose(OP, device=rows_RD.device.type, dtype=rows_RD.dtype, D=rows_RD.shape[1], F=w_gate_eFD.shape[1])
     return op(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act=act, act_beta=act_beta, act_linear_beta=act_linear_beta)
-
-
-@functools.cache
-def backend_for(device: str, dtype: torch.dtype, D: int, F: int, prefer: str = "auto"):
-    """The backend for these facts, looked up once per combination."""
-    return choose(OP, prefer=prefer, device=device, dtype=dtype, D=D, F=F)
 
 
 def validate(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act: str) -> None:

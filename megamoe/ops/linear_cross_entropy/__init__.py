@@ -33,7 +33,8 @@ def linear_cross_entropy(h_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: 
         raise ValueError(f"linear_cross_entropy: h {tuple(h_TD.shape)}, weight {tuple(weight_VD.shape)}, labels {tuple(labels_T.shape)} must be (T, D), (V, D), (T,)")
     if weight_VD.dtype != h_TD.dtype:
         raise ValueError(f"linear_cross_entropy: h is {h_TD.dtype}, weight {weight_VD.dtype}: cast them to one dtype")
-    return choose(OP)(h_TD, weight_VD, labels_T)
+    op = choose(OP, device=h_TD.device.type, dtype=h_TD.dtype, V=weight_VD.shape[0], D=weight_VD.shape[1])
+    return op(h_TD, weight_VD, labels_T)
 
 
 def _load(name: str):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from megamoe.ops.registry import choose, register
@@ -42,14 +40,8 @@ def mla_attention(
     No collective. `reference` and `sdpa` read cu_seqlens on the host, `varlen` does not. Twin: reference.py.
     """
     validate(q_THQ, k_THQ, v_THV, cu_seqlens, cu_seqlens_k)
-    op = backend_for(q_THQ.device.type, q_THQ.dtype, q_THQ.shape[-1], v_THV.shape[-1])
+    op = choose(OP, device=q_THQ.device.type, dtype=q_THQ.dtype, Q=q_THQ.shape[-1], V=v_THV.shape[-1])
     return op(q_THQ, k_THQ, v_THV, cu_seqlens=cu_seqlens, scale=scale, max_seqlen=max_seqlen, cu_seqlens_k=cu_seqlens_k)
-
-
-@functools.cache
-def backend_for(device: str, dtype: torch.dtype, Q: int, V: int, prefer: str = "auto"):
-    """The backend for these facts, looked up once per combination."""
-    return choose(OP, prefer=prefer, device=device, dtype=dtype, Q=Q, V=V)
 
 
 def validate(q_THQ, k_THQ, v_THV, cu_seqlens, cu_seqlens_k=None) -> None:

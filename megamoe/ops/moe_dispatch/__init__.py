@@ -47,7 +47,8 @@ def dispatch(
     Source: arXiv:2412.19437 sec. 3.2.2 (idea); code ours. Twin: reference.py.
     """
     validate(x_ND, topk_idx_NA, topk_weight_NA, group, num_experts)
-    return choose(OP)(x_ND, topk_idx_NA, topk_weight_NA, group=group, num_experts=num_experts)
+    op = choose(OP, device=x_ND.device.type, dtype=x_ND.dtype, D=x_ND.shape[1], E=num_experts, A=topk_idx_NA.shape[1])
+    return op(x_ND, topk_idx_NA, topk_weight_NA, group=group, num_experts=num_experts)
 
 
 def combine(out_RD: torch.Tensor, handle: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, *, eps: float) -> torch.Te
     No collective, no host sync. Source: arXiv:1910.07467; code ours. Twin: reference.py.
     """
     _validate(x, weight_D)
-    return choose(OP)(x, weight_D, eps=eps)
+    return choose(OP, device=x.device.type, dtype=x.dtype, D=x.shape[-1])(x, weight_D, eps=eps)
 
 
 def gated_rms_norm(x: torch.Tensor, weight_D: torch.Tensor, gate: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -45,7 +45,7 @@ def gated_rms_norm(x: torch.Tensor, weight_D: torch.Tensor, gate: torch.Tensor, 
     _validate(x, weight_D)
     if gate.shape != x.shape:
         raise ValueError(f"gated_rms_norm: gate has shape {tuple(gate.shape)}, expected {tuple(x.shape)}")
-    return choose(GATED_OP)(x, weight_D, gate, eps=eps)
+    return choose(GATED_OP, device=x.device.type, dtype=x.dtype, D=x.shape[-1])(x, weight_D, gate, eps=eps)
 
 
 def _validate(x: torch.Tensor, weight_D: torch.Tensor) -> None:

@@ -41,7 +41,7 @@ def short_conv(
     expected = (cu_seqlens.shape[0] - 1, weight_C1W.shape[-1] - 1, C)
     if history_NWC is not None and tuple(history_NWC.shape) != expected:
         raise ValueError(f"short_conv: history has shape {tuple(history_NWC.shape)}, expected {expected}")
-    op = choose(OP)
+    op = choose(OP, device=x_TC.device.type, dtype=x_TC.dtype, C=C, W=weight_C1W.shape[-1])
     return op(x_TC, weight_C1W, cu_seqlens=cu_seqlens, history_NWC=history_NWC, output_final_history=output_final_history)
 
 

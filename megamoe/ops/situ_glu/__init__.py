@@ -32,7 +32,7 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, *, act: str, beta: fl
     validate_act(act)
     if gate.shape != up.shape:
         raise ValueError(f"gated_activation: gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape")
-    return choose(OP)(gate, up, act=act, beta=beta, linear_beta=linear_beta)
+    return choose(OP, device=gate.device.type, dtype=gate.dtype)(gate, up, act=act, beta=beta, linear_beta=linear_beta)
 
 
 def validate_act(act: str) -> None:
