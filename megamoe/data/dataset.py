@@ -114,8 +114,8 @@ class WindowDataset:
 
     def identity(self) -> dict[str, str]:
         """Hashes that must match for a resume to see the same samples: `tokenizer`, `blend` (texts and shares), `order`."""
-        blend = [[f"{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(s.documents.hash_n))}", w] for s, w in zip(self.sources, self._weights)]
-        return {"tokenizer": self.tokenizer.fingerprint, "blend": _digest(blend), "order": _digest({**self._order_facts, "seq_len": self.seq_len})}
+        texts = [xxhash.xxh3_128_hexdigest(np.ascontiguousarray(source.documents.hash_n)) for source in self.sources]
+        return {"tokenizer": self.tokenizer.fingerprint, "blend": _digest([texts, self._weights]), "order": _digest({**self._order_facts, "seq_len": self.seq_len})}
 
 
 def build_datasets(config: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> tuple[WindowDataset, WindowDataset | None]:

@@ -172,10 +172,9 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
             on_bytes(input_bytes(job))
         return reused
     stem = tokenizer.save(parts / "workers")
-    special = getattr(tokenizer, "special_tokens", {})
     # Spawned, not forked: the caller may have threads (a tokenizer's, torch's), which a forked child would miss.
     with concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (stem, special, tokenizer.eod_token, os.getpid())
+        workers, multiprocessing.get_context("spawn"), _start_worker, (stem, tokenizer.special_tokens, tokenizer.eod_token, os.getpid())
     ) as pool:
         running = {pool.submit(_encode_job_in_worker, job, shard, text_key): job for shard, job in todo.items()}
         try:

@@ -50,6 +50,7 @@ class Tokenizer:
         eod_token, eod_id: the end-of-document token.
         fingerprint: hash of vocabulary, merges and special tokens. Equal fingerprints give equal ids.
         path: the file it was loaded from.
+        special_tokens: what `load_tokenizer` must be told to load that file again: names and ids for a rank file.
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class Tokenizer:
     eod_id: int
     fingerprint: str
     path: Path
+    special_tokens: dict[str, int]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of one text, (n,) int32."""
@@ -86,6 +88,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exception for a broken file
             raise UserError(f"data.tokenizer={path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads: {error}") from error
         self.path = path
+        self.special_tokens = {}
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
@@ -94,7 +97,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         special = {t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special}
         self.eod_token = _find_eod(special, eod_token, path)
         self.eod_id = vocab[self.eod_token]
-        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(json.loads(self._tokenizer.to_str()), sort_keys=True).encode() + bytes(str(self.eod_id), "ascii"))
+        content = json.dumps([json.loads(self._tokenizer.to_str()), self.eod_id], sort_keys=True)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(content.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

@@ -83,7 +83,7 @@ def test_bytes_of_one_pass_are_the_bytes_of_the_texts(tmp_path, corpus, texts):
     assert train.describe()["bytes"] + heldout.describe()["bytes"] == total
     for i in range(len(train)):
         window = train.window(i)
-        # Ids of bytes come first, so single tokens decode to text only in part: lengths are compared token by token.
+        # A byte-level vocabulary spells each byte as one character.
         expected = [len(train.tokenizer._tokenizer.id_to_token(int(label))) for label in window.labels if label > 0]
         assert window.num_bytes == sum(expected), "bytes of the labels, not of the inputs"
 
