@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from megamoe.layers.basic import KeepWide
 from megamoe.layers.config import Balancing, MoEConfig
+from megamoe.ops import moe_route
+from megamoe.ops.late import LateChoice
 from megamoe.ops.precision import wide
 
 # Softmax loads are added up in fixed point: 2^-32 per unit leaves 2^31 tokens a step before int64 is full.
@@ -58,6 +60,7 @@ class Router(KeepWide):
         self.config = config
         E = config.num_experts
         self.weight = nn.Parameter(torch.empty(E, d_model))
+        self.op = LateChoice(moe_route.OP, E=E, A=config.top_k, B=config.histogram_bins)
         self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=torch.float32))
         self.register_buffer("count_E", torch.zeros(E, dtype=torch.int64), persistent=False)
         bins = config.histogram_bins if config.balancing is Balancing.quantile else 0
@@ -78,41 +81,23 @@ class Router(KeepWide):
 
         No host sync.
         """
-        c = self.config
+        c, by_logits = self.config, self.config.balancing is Balancing.threshold
         dtype = wide(x_ND.dtype)
         logits_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype))
-        score_NE = torch.sigmoid(logits_NE)
-        with torch.no_grad():
-            base_NE = logits_NE if c.balancing is Balancing.threshold else score_NE
-            # One more than used: the (k+1)-th biased score is the bar that every other expert had to clear.
-            top = (base_NE + self.e_score_correction_bias.to(dtype)).topk(min(c.top_k + 1, c.num_experts), dim=-1)
-            idx_NA = top.indices[:, : c.top_k]
-        weight_NA = score_NE.gather(1, idx_NA)
-        weight_NA = weight_NA / (weight_NA.sum(-1, keepdim=True) + 1e-20) * c.routed_scaling_factor
-        with torch.no_grad():
-            stats = self._stats(logits_NE, score_NE, idx_NA, top.values[:, -1], token_mask_N) if self.training else None
-            if token_mask_N is not None:
-                idx_NA = idx_NA.masked_fill(~token_mask_N[:, None], -1)
-        return idx_NA, weight_NA, stats
-
-    def _stats(self, logits_NE, score_NE, idx_NA, cutoff_N, token_mask_N) -> RouterStats:
-        E = self.config.num_experts
-        real_N = torch.ones_like(cutoff_N, dtype=torch.int32) if token_mask_N is None else token_mask_N.to(torch.int32)
-        one_NA = real_N[:, None].expand_as(idx_NA).to(torch.int64)
-        count_E = torch.zeros_like(self.count_E).scatter_add_(0, idx_NA.reshape(-1), one_NA.reshape(-1))
-        histogram_EB = load_E = None
-        if self.config.balancing is Balancing.quantile:
-            low, width = histogram_range(self.e_score_correction_bias, self.config.histogram_bins)
-            needed_NE = cutoff_N[:, None] - score_NE
-            # A NaN score has no bin; as an index it would take the process down before the loss can report it.
-            bin_NE = ((needed_NE - low) / width).floor().nan_to_num_(0).clamp_(0, self.config.histogram_bins - 1).long()
-            bin_NE += torch.arange(E, device=bin_NE.device) * self.config.histogram_bins
-            histogram_EB = torch.zeros_like(self.histogram_EB)
-            histogram_EB.view(-1).scatter_add_(0, bin_NE.reshape(-1), real_N[:, None].expand_as(bin_NE).reshape(-1))
-        if self.config.balancing is Balancing.threshold:
-            share_NE = (torch.softmax(logits_NE, -1).double() * LOAD_ONE).round().long()
-            load_E = (share_NE * real_N[:, None]).sum(0)
-        return RouterStats(count_E, histogram_EB, load_E)
+        routed = self.op.on(logits_NE)(
+            logits_NE,
+            self.e_score_correction_bias.to(dtype),
+            top_k=c.top_k,
+            scale=c.routed_scaling_factor,
+            select_on_logits=by_logits,
+            token_mask_N=token_mask_N,
+            bins=self.histogram_EB.shape[1] if self.training else 0,
+        )
+        stats = None
+        if self.training:
+            load_E = softmax_load(logits_NE.detach(), token_mask_N) if by_logits else None
+            stats = RouterStats(routed.count_E, routed.histogram_EB, load_E)
+        return routed.idx_NA, routed.weight_NA, stats
 
     @torch.no_grad()
     def accumulate(self, stats: RouterStats) -> None:
@@ -128,6 +113,12 @@ class Router(KeepWide):
         """Forget what was accumulated."""
         for x in (self.count_E, self.histogram_EB, self.load_E):
             x.zero_()
+
+
+def softmax_load(logits_NE: torch.Tensor, token_mask_N: torch.Tensor | None) -> torch.Tensor:
+    """(E,) int64: sum of softmax(logits) over real tokens, in units of 1/LOAD_ONE."""
+    share_NE = (torch.softmax(logits_NE, -1).double() * LOAD_ONE).round().long()
+    return share_NE.sum(0) if token_mask_N is None else (share_NE * token_mask_N[:, None]).sum(0)
 
 
 def histogram_range(bias_E: torch.Tensor, num_bins: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,7 +25,8 @@ def route(logits_NE, bias_E, *, top_k, scale=1.0, select_on_logits=False, token_
         histogram_EB = None
         if bins:
             low, high = bias_E.min() - 1, bias_E.max() + 1
-            bin_NE = ((cutoff_N[:, None] - score_NE - low) / ((high - low) / bins)).floor().clamp_(0, bins - 1).long()
+            # A NaN score has no bin; as an index it would take the process down before the loss can report it.
+            bin_NE = ((cutoff_N[:, None] - score_NE - low) / ((high - low) / bins)).floor().nan_to_num_(0).clamp_(0, bins - 1).long()
             bin_NE += torch.arange(E, device=bin_NE.device) * bins
             histogram_EB = torch.zeros(E * bins, dtype=torch.int32, device=bin_NE.device)
             histogram_EB.scatter_add_(0, bin_NE.reshape(-1), real_N.int()[:, None].expand_as(bin_NE).reshape(-1))
