@@ -1,6 +1,6 @@
 """Time the MoE and AttnRes kernels on one GPU against their bars, the plain path and torch's grouped_mm, in one run.
 
-    python tools/bench_moe.py [attn] [routing] [dispatch] [grouped] [tiles] [--json out.json]
+    python tools/bench_moe.py [attn] [routing] [dispatch] [elementwise] [grouped] [tiles] [--json out.json]
     python tools/bench_moe.py --precompile 3 16        compile the 3rd of 16 shares of the Triton variants, for parallel warm-up
 
 Every figure is the median of event-timed calls on random data whose size is a multiple of the L2; the copy and the matrix
@@ -155,6 +155,38 @@ def dispatch(N: int = 8192, E: int = 896, A: int = 16, D: int = 3584) -> None:
     report("plain combine", time_ms(lambda: h.combine(rows), 3), wide + narrow, "TB/s")
 
 
+def elementwise(T: int = 8192, D: int = 7168, H: int = 96) -> None:
+    from megamoe.ops.rms_norm import reference as norm_plain
+    from megamoe.ops.rms_norm import triton as norm
+    from megamoe.ops.short_conv import reference as conv_plain
+    from megamoe.ops.short_conv import triton as conv
+    from megamoe.ops.situ_glu import reference as glu_plain
+    from megamoe.ops.situ_glu import triton as glu
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+
+    cu = torch.tensor([0, T], dtype=torch.int32, device="cuda")
+    x, w, heads, gate = random(T, D), random(D), random(T, H, 128), random(T, H, 128)
+    w_head, taps, wide = random(128, dtype=torch.float32), random(H * 128, 1, 4, dtype=torch.float32), random(T, H * 128)
+    # name, fast, plain, leaves, tensors read and written forward and backward (least)
+    cases = [
+        (f"rms_norm {T}x{D}", norm.rms_norm, norm_plain.rms_norm, (x, w), dict(eps=1e-5), 2, 3),
+        (f"gated_rms_norm {T}x{H}x128", norm.gated_rms_norm, norm_plain.gated_rms_norm, (heads, w_head, gate), dict(eps=1e-5), 3, 5),
+        (f"situ_glu {T}x{H * 128}", glu.gated_activation, glu_plain.gated_activation, (heads, gate), dict(act="situ"), 3, 5),
+        (f"short_conv {T}x{H * 128}", conv.short_conv, conv_plain.short_conv, (wide, taps), dict(cu_seqlens=cu), 2, 3),
+    ]
+    for name, fast, plain, leaves, kwargs, fwd, bwd in cases:
+        size = leaves[0].numel() * 2
+        for label, op in (("triton", fast), ("plain", plain)):
+            first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+            f = time_ms(lambda: op(*leaves, **kwargs), 5)
+            dout = torch.randn_like(first(op(*leaves, **kwargs)))
+            both = time_ms(lambda: torch.autograd.grad(first(op(*leaves, **kwargs)), leaves, dout), 5)
+            report(f"{name} {label} fwd", f, fwd * size, "TB/s")
+            report(f"{name} {label} fwd+bwd", both, (fwd + bwd) * size, "TB/s")
+
+
 def experts(E: int, per: int, D: int, F: int):
     torch.manual_seed(0)
     x = torch.randn(E * per, D, device="cuda").bfloat16()
@@ -211,7 +243,6 @@ def variants():
             Tile(128, 64, 64, 3, 8, 2, max_registers=128),
             Tile(128, 64, 64, 3, 4, 3, max_registers=160),
         ],
-        "d_hidden_apart": [Tile(128, 256, 64, 3, 8)],
         "d_rows": [Tile(128, 256, 64, 4, 8), Tile(128, 256, 64, 4, 8, group=5)],
         "d_weight": [Tile(128, 128, 64, 3, 4, 2), Tile(128, 128, 64, 3, 4, 2, group=28)],
         "d_weight_add": [Tile(128, 128, 64, 3, 4, 2, parts=4), Tile(128, 256, 64, 3, 8, parts=4), Tile(128, 128, 64, 3, 4, parts=1), Tile(128, 256, 64, 3, 8, parts=2)],
@@ -233,7 +264,6 @@ def one_product(kind: str, tile, x, count, ws, hidden, dout):
         "up": (lambda: g.up_fwd(plan, x, ws[0], ws[1], act, keep=True), 2),
         "down": (lambda: g.down_fwd(plan, hidden, ws[2]), 1),
         "d_hidden": (lambda: g.hidden_bwd(plan, dout, ws[2], hidden, hidden, act), 1),
-        "d_hidden_apart": (lambda: g.hidden_bwd_apart(plan, dout, ws[2], hidden, hidden, act), 1),
         "d_rows": (lambda: g.rows_bwd(plan, hidden, hidden, ws[0], ws[1]), 2),
         "d_weight": (lambda: g.weight_bwd(plan, hidden, x, ws[0]), 1),
         "d_weight_add": (lambda: g.weight_bwd(plan, hidden, x, ws[0], MAIN_GRAD[0]), 1),
@@ -284,7 +314,7 @@ def precompile(share: int, shares: int) -> None:
 
 
 def main() -> None:
-    sections = {"attn": attn, "routing": routing, "dispatch": dispatch, "grouped": grouped, "tiles": tiles}
+    sections = {"attn": attn, "routing": routing, "dispatch": dispatch, "elementwise": elementwise, "grouped": grouped, "tiles": tiles}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help=f"some of {', '.join(sections)}; default: all but tiles")
     parser.add_argument("--json", type=Path)
@@ -298,7 +328,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     print(HEAD)
     ceilings()
-    for name in args.sections or ["attn", "routing", "dispatch", "grouped"]:
+    for name in args.sections or ["attn", "routing", "dispatch", "elementwise", "grouped"]:
         sections[name]()
         torch.cuda.empty_cache()
         if args.json:

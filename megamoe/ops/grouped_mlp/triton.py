@@ -57,12 +57,19 @@ class Rules:
 def rules(R: int, E: int) -> Rules:
     """Tiles for R rows over E experts: what the host knows without reading the counts."""
     # Half a tile per expert is wasted on average: below about 1.5 tiles of rows, halving BM pays for its thinner products.
-    BM = 64 if R < 192 * E else 128
+    if R < 192 * E:
+        return Rules(
+            up=Tile(64, 256, 64, 3, 8),
+            down=Tile(64, 128, 64, 4, 4, per_sm=2),
+            d_hidden=Tile(64, 128, 64, 3, 8, per_sm=2, max_registers=128),
+            d_rows=Tile(64, 256, 64, 4, 8),
+            d_weight=Tile(128, 128, 64, 3, 4, per_sm=2),
+        )
     return Rules(
-        up=Tile(BM, 128, 64, 4, 8),
-        down=Tile(BM, 256, 64, 3, 8),
-        d_hidden=Tile(BM, 128, 64, 4, 8),
-        d_rows=Tile(BM, 256, 64, 4, 8),
+        up=Tile(128, 128, 64, 4, 8),
+        down=Tile(128, 256, 64, 3, 8),
+        d_hidden=Tile(128, 128, 64, 3, 8, per_sm=2, max_registers=128),
+        d_rows=Tile(128, 256, 64, 4, 8),
         d_weight=Tile(128, 128, 64, 3, 4, per_sm=2),
     )
 
@@ -164,16 +171,6 @@ def hidden_bwd(plan: Plan, dout_RD, w_down_eDF, gate_RF, up_RF, act):
         _tiles_of(dout_RD, tile.BM, tile.BK), _tiles_of(w_down_eDF, tile.BK, tile.BN), gate_RF, up_RF, dgate, dup, hidden,
         *plan.tables, plan.E, F, D, beta, linear_beta, SITU=situ, APPROX=gate_RF.is_cuda, **tile.launch(),
     )  # fmt: skip
-    return dgate, dup, hidden
-
-
-def hidden_bwd_apart(plan: Plan, dout_RD, w_down_eDF, gate_RF, up_RF, act):
-    """`hidden_bwd` as torch's grouped product and a pass over its result."""
-    hidden = torch.nn.functional.grouped_mm(dout_RD, w_down_eDF, offs=plan.row_start[1:])
-    dgate, dup = torch.empty_like(gate_RF), torch.empty_like(gate_RF)
-    situ, beta, linear_beta = act
-    grid = (triton.cdiv(hidden.numel(), 4096),)
-    kernels.act_bwd[grid](gate_RF, up_RF, hidden, dgate, dup, hidden.numel(), beta, linear_beta, SITU=situ, APPROX=hidden.is_cuda, BLOCK=4096, num_warps=8)
     return dgate, dup, hidden
 
 

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megamoe.ops.situ_glu.triton import act, act_bwd
+
 
 @triton.jit
 def plan(count, row_start, slot_start, expert_of_slot, E, BM: tl.constexpr, BLOCK_E: tl.constexpr, SLOTS: tl.constexpr):
@@ -58,44 +60,6 @@ def _row_tile(tile, columns, row_start, slot_start, expert_of_slot, BM: tl.const
 
 
 @triton.jit
-def _tanh(x, APPROX: tl.constexpr):
-    """APPROX: the hardware's tanh, relative error 2^-11, a quarter of bf16's rounding. Else to fp32 accuracy near 0 too."""
-    if APPROX:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    a = tl.abs(x)
-    decayed = tl.exp(-2.0 * a)
-    big = (1.0 - decayed) / (1.0 + decayed)
-    signed = tl.where(x < 0, -big, big)
-    square = x * x
-    return tl.where(a < 0.1, x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0))), signed)
-
-
-@triton.jit
-def _sigmoid(x, APPROX: tl.constexpr):
-    return 0.5 + 0.5 * _tanh(0.5 * x, APPROX)
-
-
-@triton.jit
-def _act(g, u, beta, linear_beta, SITU: tl.constexpr, APPROX: tl.constexpr):
-    if SITU:
-        return beta * _tanh(g / beta, APPROX) * _sigmoid(g, APPROX) * (linear_beta * _tanh(u / linear_beta, APPROX))
-    return g * _sigmoid(g, APPROX) * u
-
-
-@triton.jit
-def _act_bwd(g, u, dh, beta, linear_beta, SITU: tl.constexpr, APPROX: tl.constexpr):
-    """(dg, du, act(g, u)): the gradients of `megamoe.ops.situ_glu` and the value itself."""
-    s = _sigmoid(g, APPROX)
-    if SITU:
-        tg = _tanh(g / beta, APPROX)
-        tu = _tanh(u / linear_beta, APPROX)
-        left = beta * tg * s
-        right = linear_beta * tu
-        return ((1.0 - tg * tg) * s + left * (1.0 - s)) * right * dh, left * (1.0 - tu * tu) * dh, left * right
-    return s * (1.0 + g * (1.0 - s)) * u * dh, g * s * dh, g * s * u
-
-
-@triton.jit
 def up(
     x_desc, wg_desc, wu_desc, gate, up_out, hidden, row_start, slot_start, expert_of_slot, E, F, D, beta, linear_beta,
     SITU: tl.constexpr, APPROX: tl.constexpr, SAVE: tl.constexpr,
@@ -122,7 +86,7 @@ def up(
         if SAVE:
             tl.store(gate + at, g, mask=mask)
             tl.store(up_out + at, u, mask=mask)
-        h = _act(g.to(tl.float32), u.to(tl.float32), beta, linear_beta, SITU, APPROX)
+        h = act(g.to(tl.float32), u.to(tl.float32), beta, linear_beta, SITU, APPROX)
         tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=mask)
 
 
@@ -175,24 +139,10 @@ def d_hidden(
             u = tl.load(up_in + at, mask=mask, other=0.0).to(tl.float32)
             # The twin's dh is rounded before the activation's gradient; so is this one.
             dh = part.to(hidden.dtype.element_ty).to(tl.float32)
-            dg, du, h = _act_bwd(g, u, dh, beta, linear_beta, SITU, APPROX)
+            dg, du, h = act_bwd(g, u, dh, beta, linear_beta, SITU, APPROX)
             tl.store(dgate + at, dg.to(hidden.dtype.element_ty), mask=mask)
             tl.store(dup + at, du.to(hidden.dtype.element_ty), mask=mask)
             tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def act_bwd(gate, up_in, dh, dgate, dup, count, beta, linear_beta, SITU: tl.constexpr, APPROX: tl.constexpr, BLOCK: tl.constexpr):
-    """dgate, dup from dh, which is overwritten by the recomputed hidden. All of `count` elements, contiguous."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    g = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up_in + at, mask=mask, other=0.0).to(tl.float32)
-    d = tl.load(dh + at, mask=mask, other=0.0).to(tl.float32)
-    dg, du, h = _act_bwd(g, u, d, beta, linear_beta, SITU, APPROX)
-    tl.store(dgate + at, dg.to(dgate.dtype.element_ty), mask=mask)
-    tl.store(dup + at, du.to(dup.dtype.element_ty), mask=mask)
-    tl.store(dh + at, h.to(dh.dtype.element_ty), mask=mask)
 
 
 @triton.jit
