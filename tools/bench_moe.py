@@ -95,9 +95,8 @@ def attn(n: int = 9, T: int = 8192, D: int = 7168) -> None:
         _, rv = kernels.mix_fwd(rows, query, weight, 1e-5)
         f = time_ms(lambda: kernels.mix_fwd(rows, query, weight, 1e-5))
         report(f"attn_res triton fwd {n}x{T}x{D}", f, (n + 1) * row, "TB/s")
-        for hold in (True, False):
-            b = time_ms(lambda: kernels.mix_bwd(rows, query, weight, rv, do, [True] * n, hold=hold))
-            report(f"attn_res triton bwd, rows {'in registers' if hold else 'read twice'}", b, (2 * n + 1) * row, "TB/s")
+        b = time_ms(lambda: kernels.mix_bwd(rows, query, weight, rv, do, [True] * n))
+        report(f"attn_res triton bwd {n}x{T}x{D}", b, (2 * n + 1) * row, "TB/s")
     except ImportError as error:
         print("attn_res triton left out:", error)
     leaves = [r.requires_grad_() for r in rows]

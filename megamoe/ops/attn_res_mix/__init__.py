@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megamoe.ops.backends import cuda_backend, triton_backend
 from megamoe.ops.registry import choose, register
 
 OP = "attn_res_mix"
@@ -63,5 +64,7 @@ def _load_reference():
     return attn_res_mix
 
 
+register(OP, "cuda", **cuda_backend("megamoe.ops.attn_res_mix.cuda"))
+register(OP, "triton", **triton_backend("megamoe.ops.attn_res_mix.triton", "attn_res_mix"))
 register(OP, "lean", load=_load_lean)
 register(OP, "reference", load=_load_reference)

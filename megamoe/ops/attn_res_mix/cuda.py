@@ -14,10 +14,14 @@ from megamoe.ops.attn_res_mix import lean
 MAX_ROWS, RING_BYTES, MAX_SLOTS, MAX_WIDTH = 16, 216 * 1024, 32, 10752  # of csrc/attn_res_mix
 
 
-def why_not(**_) -> str | None:
-    """Why these kernels cannot serve this process, in words, or None. Rows they cannot take go to `lean`: see `serves`."""
-    if not torch.cuda.is_available():
-        return "no CUDA device here"
+def why_not(*, device="cuda", dtype=torch.bfloat16, D=8, **_) -> str | None:
+    """Why these kernels cannot serve a call site, in words, or None."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return "tensors are not on a GPU" if device != "cuda" else "no CUDA device here"
+    if dtype != torch.bfloat16:
+        return f"it reads bf16 rows, not {dtype}"
+    if D % 8 or D > MAX_WIDTH:
+        return f"takes widths that are multiples of 8 up to {MAX_WIDTH}, got {D}"
     if torch.cuda.get_device_capability() != (9, 0):
         return f"it is built for Hopper (sm_90), not sm_{''.join(map(str, torch.cuda.get_device_capability()))}"
     if importlib.util.find_spec("megamoe._C") is None:
@@ -25,19 +29,16 @@ def why_not(**_) -> str | None:
     return None
 
 
-def serves(rows) -> bool:
-    """Whether the kernels take these rows: bf16 on a GPU, D a multiple of 8, and all rows of a token fit on an SM at once."""
-    T, D = rows[0].shape
-    if not rows[0].is_cuda or rows[0].dtype != torch.bfloat16 or D % 8 or D > MAX_WIDTH:
-        return False
+def most_rows(D: int) -> int:
+    """How many rows of a token fit on an SM at once, beside the upstream gradient: 14 of 7168."""
     slots = min(MAX_SLOTS, RING_BYTES // (-(-D * 2 // 128) * 128))
-    return len(rows) <= min(MAX_ROWS, slots - 1)
+    return min(MAX_ROWS, slots - 1)
 
 
 def attn_res_mix(rows, query_D, norm_weight_D, *, eps=1e-5):
-    """See the contract in `megamoe.ops.attn_res_mix`. A layer chooses before it knows its rows, so what the kernels do not
-    take (other dtypes, CPU tensors, more than 14 rows of 7168) is computed row by row."""
-    if not serves(rows):
+    """See the contract in `megamoe.ops.attn_res_mix`. More rows than `most_rows` are computed one by one: their number is no
+    fact of the call site, it grows along the model."""
+    if len(rows) > most_rows(rows[0].shape[1]):
         return lean.attn_res_mix(rows, query_D, norm_weight_D, eps=eps)
     return _Mix.apply(eps, query_D, norm_weight_D, *rows)
 

@@ -1,11 +1,11 @@
-"""The mix in Triton: each row is read once forward and once backward, whatever the number of rows.
+"""The mix in Triton, for GPUs without the CUDA extension: half its speed, the same results.
 
 One program holds one token at a time, all D columns of it, and walks over its share of the tokens in a fixed order.
 
     forward    online softmax over the rows: a row's sum of squares and its product with u come out of one reduction, the
                running output is rescaled, the next row is already on its way
-    backward   the rows of the token stay in registers (bf16) between the two uses: first every v_i.do, then every dv_i and
-               the program's own du. Rows are read a second time, from L2, where they do not fit (`HELD_ROWS`).
+    backward   first every v_i.do, then every dv_i and the program's own du; the second read of a row comes from L2. (Keeping
+               the rows in registers between the two was measured five times slower: the compiler widens them and spills.)
     du         one fp32 line per program, added up in program order by a second kernel: same bits on every run
 
 Rows arrive as a tuple of pointers, so nothing is stacked or concatenated. Least traffic, n rows of T x D in 2 bytes:
@@ -18,33 +18,25 @@ import torch
 import triton
 import triton.language as tl
 
-from megamoe.ops.attn_res_mix import lean
-
 # Columns one program can hold: 32 fp32 accumulators a thread at 512 threads.
 MAX_WIDTH = 16384
-# Rows of at most 8192 columns that fit a thread's registers beside do, u and du (8 registers each at 512 threads).
-HELD_ROWS = 9
 WARPS = 16
 
 
 def attn_res_mix(rows, query_D, norm_weight_D, *, eps=1e-5):
-    """See the contract in `megamoe.ops.attn_res_mix`.
-
-    Serves bf16, fp16 and fp32 rows on a GPU up to `MAX_WIDTH` columns; the layer that chooses knows neither device nor
-    dtype yet, so anything else goes to the row-by-row twin here.
-    """
-    if why_not(rows[0]):
-        return lean.attn_res_mix(rows, query_D, norm_weight_D, eps=eps)
+    """See the contract in `megamoe.ops.attn_res_mix`."""
     return _Mix.apply(eps, query_D, norm_weight_D, *rows)
 
 
-def why_not(row_TD: torch.Tensor) -> str | None:
-    """The reason these rows cannot be served, in words, or None."""
-    if row_TD.device.type != "cuda":
-        return f"tensors are on {row_TD.device.type}, not on a GPU"
-    if row_TD.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"takes bfloat16, float16 and float32, got {row_TD.dtype}"
-    return None if row_TD.shape[1] <= MAX_WIDTH else f"takes at most {MAX_WIDTH} columns, got {row_TD.shape[1]}"
+def why_not(*, device="cuda", dtype=torch.bfloat16, D=1, **_) -> str | None:
+    """Why these kernels cannot serve a call site, in words, or None."""
+    if device != "cuda":
+        return f"tensors are on {device}, not on a GPU"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"takes bfloat16, float16 and float32, got {dtype}"
+    if D > MAX_WIDTH:
+        return f"takes at most {MAX_WIDTH} columns, got {D}"
+    return None if torch.cuda.get_device_capability() >= (8, 0) else "needs compute capability 8.0 or newer"
 
 
 @triton.jit
@@ -90,7 +82,7 @@ def _fwd(rows, query, norm_weight, out, rv, T, eps, D: tl.constexpr, N: tl.const
 
 @triton.jit
 def _bwd(
-    rows, dout, query, norm_weight, rv, drows, du_PD, T, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, WANTED: tl.constexpr, HOLD: tl.constexpr
+    rows, dout, query, norm_weight, rv, drows, du_PD, T, D: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, WANTED: tl.constexpr
 ):
     """drows[i] is written where bit i of WANTED is set. du_PD: this program's sum over its tokens and all rows."""
     d = tl.arange(0, BLOCK)
@@ -100,10 +92,6 @@ def _bwd(
     t = tl.program_id(0).to(tl.int64)
     while t < T:
         do_raw = tl.load(dout + t * D + d, mask=inside, other=0.0)
-        held = ()
-        if HOLD:
-            for i in tl.static_range(N):
-                held = held + (tl.load(rows[i] + t * D + d, mask=inside, other=0.0),)
         # p from the saved numbers: n scalars, cheaper than a third array.
         r = ()
         vu = ()
@@ -122,10 +110,7 @@ def _bwd(
             x = ()
             for j in tl.static_range(4):
                 if i + j < N:
-                    if HOLD:
-                        x = x + (held[i + j].to(tl.float32) * do,)
-                    else:
-                        x = x + (tl.load(rows[i + j] + t * D + d, mask=inside, other=0.0).to(tl.float32) * do,)
+                    x = x + (tl.load(rows[i + j] + t * D + d, mask=inside, other=0.0).to(tl.float32) * do,)
             if i + 3 < N:
                 y0, y1, y2, y3 = tl.reduce((x[0], x[1], x[2], x[3]), 0, _add4)
                 dp = dp + (y0, y1, y2, y3)
@@ -141,10 +126,7 @@ def _bwd(
             ds = p * (dp[i] - mean)
             along_u = ds * r[i]
             along_v = -ds * vu[i] * r[i] * r[i] * r[i] / D
-            if HOLD:
-                v = held[i].to(tl.float32)
-            else:
-                v = tl.load(rows[i] + t * D + d, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(rows[i] + t * D + d, mask=inside, other=0.0).to(tl.float32)
             du += along_u * v
             if (WANTED >> i) & 1:
                 dv = p * do_raw.to(tl.float32) + along_u * u + along_v * v
@@ -182,7 +164,7 @@ def mix_fwd(rows, query_D, norm_weight_D, eps, *, programs: int | None = None, w
     return out_TD, rv_2nT
 
 
-def mix_bwd(rows, query_D, norm_weight_D, rv_2nT, do_TD, wanted, *, programs: int | None = None, hold: bool | None = None):
+def mix_bwd(rows, query_D, norm_weight_D, rv_2nT, do_TD, wanted, *, programs: int | None = None):
     """Returns (drows, dquery_D, dnorm_weight_D); drows[i] is None where `wanted[i]` is false. All contiguous."""
     T, D = rows[0].shape
     n, block = len(rows), triton.next_power_of_2(D)
@@ -190,8 +172,6 @@ def mix_bwd(rows, query_D, norm_weight_D, rv_2nT, do_TD, wanted, *, programs: in
     dquery_D, dnorm_weight_D = torch.empty_like(query_D), torch.empty_like(norm_weight_D)
     P = max(1, min(T, programs or _multiprocessors(do_TD.device)))
     du_PD = torch.empty(P, D, dtype=torch.float32, device=do_TD.device)
-    if hold is None:
-        hold = n * max(block, 512) * rows[0].element_size() <= HELD_ROWS * 8192 * 2
     _bwd[(P,)](
         tuple(rows),
         do_TD,
@@ -205,7 +185,6 @@ def mix_bwd(rows, query_D, norm_weight_D, rv_2nT, do_TD, wanted, *, programs: in
         N=n,
         BLOCK=block,
         WANTED=sum(1 << i for i, want in enumerate(wanted) if want),
-        HOLD=hold,
         num_warps=WARPS,
     )
     _sum_du[(triton.cdiv(D, 128),)](du_PD, query_D, norm_weight_D, dquery_D, dnorm_weight_D, P, D, BLOCK=128, num_warps=4)

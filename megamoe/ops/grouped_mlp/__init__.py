@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.ops.backends import triton_backend
 from megamoe.ops.registry import choose, register
 from megamoe.ops.situ_glu import validate_act
 
@@ -80,5 +81,6 @@ def _load_reference():
     return grouped_mlp
 
 
+register(OP, "triton", **triton_backend("megamoe.ops.grouped_mlp.triton", "grouped_mlp"))
 register(OP, "grouped_mm", load=_load_grouped_mm, why_not=_why_not_grouped_mm)
 register(OP, "reference", load=_load_reference)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megamoe.ops.backends import cuda_backend
 from megamoe.ops.registry import choose, register
 
 OP = "moe_dispatch"
@@ -88,4 +89,5 @@ def _load_reference():
     return dispatch
 
 
+register(OP, "cuda", **cuda_backend("megamoe.ops.moe_dispatch.cuda"))
 register(OP, "reference", load=_load_reference)

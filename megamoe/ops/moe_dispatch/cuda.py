@@ -18,10 +18,14 @@ from megamoe.ops.moe_dispatch import reference
 MAX_EXPERTS, MAX_SLOTS_PER_TOKEN = 4096, 32  # of csrc/moe_dispatch
 
 
-def why_not(**_) -> str | None:
-    """Why these kernels cannot serve this process, in words, or None."""
-    if not torch.cuda.is_available():
-        return "no CUDA device here"
+def why_not(*, device="cuda", dtype=torch.bfloat16, D=8, E=1, A=1, **_) -> str | None:
+    """Why these kernels cannot serve a call site, in words, or None."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return "tensors are not on a GPU" if device != "cuda" else "no CUDA device here"
+    if dtype != torch.bfloat16 or D % 8:
+        return f"it moves bf16 rows of a multiple of 8, not {dtype} of {D}"
+    if E > MAX_EXPERTS or A > MAX_SLOTS_PER_TOKEN:
+        return f"takes at most {MAX_EXPERTS} experts and {MAX_SLOTS_PER_TOKEN} slots a token, got {E} and {A}"
     if torch.cuda.get_device_capability() < (9, 0):
         return "it is built for Hopper (sm_90)"
     if importlib.util.find_spec("megamoe._C") is None:
@@ -70,11 +74,7 @@ class Handle:
 
 
 def dispatch(x_ND, topk_idx_NA, topk_weight_NA, *, group, num_experts):
-    """See the contract in `megamoe.ops.moe_dispatch`. Other than bf16 on a GPU goes to the reference."""
-    N, A = topk_idx_NA.shape
-    served = x_ND.is_cuda and x_ND.dtype == torch.bfloat16 and x_ND.shape[1] % 8 == 0
-    if not served or num_experts > MAX_EXPERTS or A > MAX_SLOTS_PER_TOKEN:
-        return reference.dispatch(x_ND, topk_idx_NA, topk_weight_NA, group=group, num_experts=num_experts)
+    """See the contract in `megamoe.ops.moe_dispatch`. bf16 on a GPU."""
     slots, count_E = place(topk_idx_NA.contiguous(), topk_weight_NA.detach().float().contiguous(), num_experts)
     rows_RD = _Send.apply(x_ND, slots)
     handle = Handle(slots, topk_weight_NA)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from megamoe.ops.backends import cuda_backend
 from megamoe.ops.registry import choose, register
 
 OP = "moe_route"
@@ -72,23 +73,11 @@ def validate(logits_NE, bias_E, top_k: int, token_mask_N) -> None:
         raise ValueError(f"route: token_mask {token_mask_N.dtype} {tuple(token_mask_N.shape)} must be bool ({logits_NE.shape[0]},)")
 
 
-def _why_not_cuda(**facts) -> str | None:
-    from megamoe.ops.moe_route.cuda import why_not
-
-    return why_not(**facts)
-
-
-def _load_cuda():
-    from megamoe.ops.moe_route.cuda import load
-
-    return load()
-
-
 def _load_reference():
     from megamoe.ops.moe_route.reference import route
 
     return route
 
 
-register(OP, "cuda", load=_load_cuda, why_not=_why_not_cuda)
+register(OP, "cuda", **cuda_backend("megamoe.ops.moe_route.cuda"))
 register(OP, "reference", load=_load_reference)

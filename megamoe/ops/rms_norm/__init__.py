@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.ops.backends import triton_backend
 from megamoe.ops.registry import choose, register
 
 OP = "rms_norm"
@@ -59,5 +60,7 @@ def _load(name: str):
     return getattr(reference, name)
 
 
+register(OP, "triton", **triton_backend("megamoe.ops.rms_norm.triton", "rms_norm"))
 register(OP, "reference", load=lambda: _load("rms_norm"))
+register(GATED_OP, "triton", **triton_backend("megamoe.ops.rms_norm.triton", "gated_rms_norm"))
 register(GATED_OP, "reference", load=lambda: _load("gated_rms_norm"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.ops.backends import triton_backend
 from megamoe.ops.registry import choose, register
 
 OP = "short_conv"
@@ -51,4 +52,5 @@ def _load():
     return short_conv
 
 
+register(OP, "triton", **triton_backend("megamoe.ops.short_conv.triton", "short_conv"))
 register(OP, "reference", load=_load)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.ops.backends import triton_backend
 from megamoe.ops.registry import choose, register
 
 OP = "situ_glu"
@@ -47,4 +48,5 @@ def _load():
     return gated_activation
 
 
+register(OP, "triton", **triton_backend("megamoe.ops.situ_glu.triton", "gated_activation"))
 register(OP, "reference", load=_load)
