@@ -64,6 +64,8 @@ def _why_not_grouped_mm(*, device: str, dtype: torch.dtype, D: int, F: int, **_)
         return f"takes bfloat16, got {dtype}"
     if D % 8 or F % 8:
         return f"widths must be multiples of 8 (16-byte rows), got {D} and {F}"
+    if not torch.cuda.is_available():
+        return "no CUDA device here"
     if torch.cuda.get_device_capability() < (8, 0):
         return "needs compute capability 8.0 or newer"
     return None if hasattr(torch.nn.functional, "grouped_mm") else "this torch has no grouped_mm"
