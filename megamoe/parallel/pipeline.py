@@ -160,7 +160,7 @@ class Pipeline:
             whole = Stream(batch.cu_seqlens, batch.positions_T)
             next_tD = self.stage.embed(self._slice(shift_within_documents(batch.tokens_T, whole, 0)))
             mtp_TD = self.stage.mtp(hidden_tD, next_tD, stream)
-            mtp = self.stage.loss_op(mtp_TD, self.stage.head_weight, self._slice(mtp_labels(batch.labels_T, whole)))
+            mtp = self.stage.loss_op.on(mtp_TD)(mtp_TD, self.stage.head_weight, self._slice(mtp_labels(batch.labels_T, whole)))
             total = total + config.mtp.loss_weight * mtp.sum()
         return total * scale, next_token.detach().double()
 

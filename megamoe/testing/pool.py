@@ -1,0 +1,88 @@
+"""Worker processes that stay: many distributed runs without importing torch for each of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue as queues
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from megamoe.parallel.distributed import free_port
+
+
+class RankPool:
+    """Up to `size` processes, each a rank of whatever run comes next. A context manager; leaving it ends them.
+
+    A run that raises or hangs ends the pool's processes; the next run starts fresh ones. So a broken layout costs its own
+    time and nothing else.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+        self._results = self._context.Queue()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.stop()
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+        """`fn(*args)` on ranks 0 … world_size-1, each with a gloo environment set; every rank's result in order.
+
+        `fn` must be importable; it starts and ends the process group itself.
+
+        Raises:
+            RuntimeError: a rank raised (its traceback is in the message) or did not finish in time.
+        """
+        assert world_size <= self.size, f"{world_size} ranks of a pool of {self.size}"
+        while len(self._workers) < world_size:
+            inbox = self._context.Queue()
+            process = self._context.Process(target=_serve, args=(inbox, self._results), daemon=True)
+            process.start()
+            self._workers.append((process, inbox))
+        port, payload = free_port(), pickle.dumps((fn, args))
+        for rank, (_, inbox) in enumerate(self._workers[:world_size]):
+            inbox.put((rank, world_size, port, payload))
+        results: dict[int, Any] = {}
+        try:
+            while len(results) < world_size:
+                rank, ok, value = self._results.get(timeout=timeout_s)
+                if not ok:
+                    raise RuntimeError(f"rank {rank} of {world_size} raised:\n{value}")
+                results[rank] = pickle.loads(value)
+        except queues.Empty:
+            waiting = sorted(set(range(world_size)) - set(results))
+            self.stop()
+            raise RuntimeError(f"ranks {waiting} of {world_size} did not finish in {timeout_s:.0f} s") from None
+        except RuntimeError:
+            self.stop()
+            raise
+        return [results[r] for r in range(world_size)]
+
+    def stop(self) -> None:
+        """End the workers now."""
+        for process, _ in self._workers:
+            process.kill()
+            process.join()
+        self._workers = []
+        self._results = self._context.Queue()
+
+
+def _serve(inbox: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    while True:
+        rank, world_size, port, payload = inbox.get()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+        try:
+            fn, args = pickle.loads(payload)
+            results.put((rank, True, pickle.dumps(fn(*args))))
+        except BaseException:
+            results.put((rank, False, traceback.format_exc()))
