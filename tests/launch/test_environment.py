@@ -99,9 +99,10 @@ def test_export_gives_a_free_port_and_a_share_of_the_cores():
     assert env["RANK"] == env["LOCAL_RANK"] == "0" and env["WORLD_SIZE"] == "1"
     assert int(env["MASTER_PORT"]) > 1024
     assert int(env["OMP_NUM_THREADS"]) == usable_cores()
-    many: dict[str, str] = {"OMP_NUM_THREADS": "3"}
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+    many: dict[str, str] = {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}
     export(Launch("torchrun", 1, 1, 512, 512, "127.0.0.1", 4000), many)
-    assert many["OMP_NUM_THREADS"] == "3" and many["MASTER_PORT"] == "4000"
+    assert (many["OMP_NUM_THREADS"], many["OMP_WAIT_POLICY"], many["MASTER_PORT"]) == ("3", "ACTIVE", "4000")
     del many["OMP_NUM_THREADS"]
     export(Launch("torchrun", 1, 1, 512, 512, "127.0.0.1", 4000), many)
     assert many["OMP_NUM_THREADS"] == "1"
