@@ -17,10 +17,10 @@ class Feature:
     """What became of one optional part.
 
     Attributes:
-        name: what it does: `fused AdamW`, `fused RMSNorm`.
+        name: what it does: `fused AdamW`. (Norms and the like are ops with backends of their own: see `ops.registry`.)
         taken: who does it: `apex`, `torch fused`, `torch`.
         reason: in words, why not the first choice, or what was checked.
-        build: the class or function taken. Optimizers are called as (parameters, lr=…, betas=…, eps=…, weight_decay=…).
+        build: the class taken, called as (parameters or groups, lr=…, betas=…, eps=…, weight_decay=…).
     """
 
     name: str
@@ -35,7 +35,7 @@ class Feature:
 
 def probe(device: str) -> list[Feature]:
     """Every optional feature on a device (`cpu` or `cuda`). Imports torch; on a GPU it syncs the host once per check."""
-    return [fused_adamw(device), fused_rms_norm(device)]
+    return [fused_adamw(device)]
 
 
 def fused_adamw(device: str, *, gpu: bool | None = None) -> Feature:
@@ -55,25 +55,6 @@ def fused_adamw(device: str, *, gpu: bool | None = None) -> Feature:
     if device.startswith("cuda"):
         return Feature("fused AdamW", "torch fused", why, functools.partial(torch.optim.AdamW, fused=True))
     return Feature("fused AdamW", "torch", why, torch.optim.AdamW)
-
-
-def fused_rms_norm(device: str, *, gpu: bool | None = None) -> Feature:
-    """RMSNorm in one kernel: apex's functional form, else torch's. Called as (x, shape, weight, eps). `gpu` as above."""
-    import torch
-
-    def ours(x, shape, weight, eps):
-        return torch.nn.functional.rms_norm(x, shape, weight, eps)
-
-    found, why = _find("apex.normalization.fused_layer_norm", "fused_rms_norm_affine", device.startswith("cuda") if gpu is None else gpu)
-    if found is not None:
-
-        def theirs(x, shape, weight, eps):
-            return found(x, weight, shape, eps)
-
-        why = _disagreement(lambda: _norm(theirs, device), lambda: _norm(ours, device))
-        if why is None:
-            return Feature("fused RMSNorm", "apex", "apex.normalization agrees with torch", theirs)
-    return Feature("fused RMSNorm", "torch", why, ours)
 
 
 def _find(module: str, attribute: str, gpu: bool) -> tuple[object | None, str]:
@@ -112,10 +93,3 @@ def _adamw_steps(optimizer_class: Callable, device: str):
         weight.grad = torch.linspace(0.5, -0.25, 6, device=device) * step
         optimizer.step()
     return weight.detach()
-
-
-def _norm(norm: Callable, device: str):
-    import torch
-
-    x = torch.linspace(-1, 1, 64, device=device).reshape(2, 32)
-    return norm(x, (32,), torch.linspace(0.5, 1.5, 32, device=device), 1e-5)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megamoe.utils import features
-from megamoe.utils.features import fused_adamw, fused_rms_norm, probe
+from megamoe.utils.features import fused_adamw, probe
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ class CrashingAdam:
 
 def test_without_a_gpu_apex_is_not_asked(apex):
     apex({"optimizers": {"FusedAdam": CrashingAdam}})
-    assert [f.taken for f in probe("cpu")] == ["torch", "torch"]
+    assert [f.taken for f in probe("cpu")] == ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,6 @@ def test_the_adamw_taken_really_steps():
     weight.grad = torch.ones(3)
     fused_adamw("cpu").build([weight], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
     assert torch.allclose(weight, torch.full((3,), 0.9))
-
-
-@pytest.mark.parametrize(
-    ("norm", "taken"),
-    [(lambda x, weight, shape, eps: torch.nn.functional.rms_norm(x, shape, weight, eps), "apex"), (lambda x, weight, shape, eps: x * weight, "torch")],
-    ids=["right", "wrong numbers"],
-)
-def test_rms_norm(apex, norm, taken):
-    apex({"normalization.fused_layer_norm": {"fused_rms_norm_affine": norm}})
-    feature = fused_rms_norm("cpu", gpu=True)
-    assert feature.taken == taken
-    x = torch.randn(2, 8)
-    assert torch.allclose(feature.build(x, (8,), torch.ones(8), 1e-5), torch.nn.functional.rms_norm(x, (8,), torch.ones(8), 1e-5))
 
 
 def test_an_apex_that_breaks_on_import_is_a_reason(monkeypatch):
