@@ -18,6 +18,7 @@
 #include "attn_res_mix/attn_res_mix.h"
 #include "moe_dispatch/moe_dispatch.h"
 #include "moe_routing/moe_routing.h"
+#include "moe_routing/plan.h"
 
 // Absent from a CPU build of torch; weak, so that schemas and fakes load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -165,6 +166,17 @@ Tensor moe_histogram(Tensor logits, Tensor bias, Tensor cutoff, OptionalTensor r
   return histogram;
 }
 
+// Returns share (E, P), borrowed (P, E/P).
+std::tuple<Tensor, Tensor> moe_plan(Tensor count, int64_t P) {
+  const auto* counts = data<int32_t>(count, "count", ScalarType::Int, {kAny}, count);
+  const int64_t E = count.size(0);
+  STD_TORCH_CHECK(P >= 1 && P <= routing::kMaxPlanRanks && E >= 1 && E <= routing::kMaxPlanExperts && E % P == 0, "moe_plan: ", E, " experts on ", P, " ranks are not served");
+  const Guard guard(count.get_device_index());
+  Tensor share = empty(count, {E, P}, ScalarType::Int), borrowed = empty(count, {P, E / P}, ScalarType::Int);
+  check_launch(routing::plan(counts, int(E), int(P), static_cast<int32_t*>(share.data_ptr()), static_cast<int32_t*>(borrowed.data_ptr()), current_stream(count)), "moe_plan");
+  return {share, borrowed};
+}
+
 // ---- moe_dispatch
 
 template <typename T>
@@ -282,6 +294,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megamoe, m) {
   m.def("moe_route(Tensor logits, Tensor bias, Tensor? real, int A, float scale, bool select_on_logits) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("moe_route_bwd(Tensor d_weight, Tensor logits, Tensor idx, float scale) -> Tensor");
   m.def("moe_histogram(Tensor logits, Tensor bias, Tensor cutoff, Tensor? real, int bins) -> Tensor");
+  m.def("moe_plan(Tensor count, int P) -> (Tensor, Tensor)");
   m.def("moe_count(Tensor idx, int E) -> (Tensor, Tensor, Tensor)");
   m.def("moe_place(Tensor idx, Tensor weight, Tensor counts_PE, int me, Tensor chunk, Tensor rank) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("moe_send(Tensor x, Tensor row, Tensor owner, Tensor(a!)[] rows, Tensor(b!)[] copy_of) -> ()");
@@ -297,6 +310,7 @@ STABLE_TORCH_LIBRARY_IMPL(megamoe, CUDA, m) {
   m.impl("moe_route", TORCH_BOX(&moe_route));
   m.impl("moe_route_bwd", TORCH_BOX(&moe_route_bwd));
   m.impl("moe_histogram", TORCH_BOX(&moe_histogram));
+  m.impl("moe_plan", TORCH_BOX(&moe_plan));
   m.impl("moe_count", TORCH_BOX(&moe_count));
   m.impl("moe_place", TORCH_BOX(&moe_place));
   m.impl("moe_send", TORCH_BOX(&moe_send));

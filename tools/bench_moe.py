@@ -1,6 +1,6 @@
 """Time the MoE and AttnRes kernels on one GPU against their bars, the plain path and torch's grouped_mm, in one run.
 
-    python tools/bench_moe.py [attn] [routing] [dispatch] [elementwise] [grouped] [tiles] [--json out.json]
+    python tools/bench_moe.py [attn] [routing] [dispatch] [elementwise] [grouped] [tiles] [plan] [layer] [--json out.json]
     python tools/bench_moe.py --precompile 3 16        compile the 3rd of 16 shares of the Triton variants, for parallel warm-up
 
 Every figure is the median of event-timed calls on random data whose size is a multiple of the L2; the copy and the matrix
@@ -229,6 +229,53 @@ def grouped() -> None:
         torch.cuda.empty_cache()
 
 
+def layer(N: int = 8192, E: int = 112) -> None:
+    """One full-width MoE layer as an EP-8 rank sees it: the router over its own experts, everything resident."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from megamoe.layers.config import FFNConfig, MoEConfig
+    from megamoe.layers.moe import MoE
+    from megamoe.ops.registry import status
+
+    config = MoEConfig(num_experts=E, top_k=16, expert_size=3072, latent=3584, num_shared_experts=2)
+    torch.manual_seed(0)
+    moe = MoE(7168, 1e-5, config, FFNConfig()).cuda().bfloat16()
+    for name, parameter in moe.named_parameters():
+        torch.nn.init.ones_(parameter) if parameter.dim() == 1 else torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        if "experts.w" in name:
+            parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+    x = torch.randn(N, 7168, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn_like(x)
+
+    def step():
+        y, _ = moe(x)
+        y.backward(dy)
+        moe.zero_grad(set_to_none=True)
+
+    params = 3 * 16 * 3584 * 3072 + 2 * 7168 * 3584 + 3 * 7168 * 6144 + 7168 * E
+    report(f"MoE layer {N} tokens, {E} experts, fwd+bwd", time_ms(step, 5), 6 * N * params, "TFLOP/s")
+    for choice in status():
+        print(f"  {choice.op}: {choice.backend}")
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    rows = sorted(trace.key_averages(), key=lambda k: -k.self_device_time_total)[:24]
+    total = sum(k.self_device_time_total for k in trace.key_averages())
+    for k in rows:
+        print(f"  {k.self_device_time_total / 1e3:8.3f} ms {k.self_device_time_total / total:6.1%} {k.count:4d}x {k.key[:110]}")
+        RESULTS.append({"kernel": k.key, "ms": k.self_device_time_total / 1e3, "count": k.count})
+
+
+def plan_time() -> None:
+    from megamoe.ops.moe_plan import cuda
+
+    planner = cuda.load()
+    for name, count in (("random", torch.randint(0, 300, (896,))), ("zipf", (1e5 / (1 + torch.randperm(896))).long())):
+        count = count.int().cuda()
+        for P in (8, 64):
+            report(f"plan 896 experts x {P} ranks, {name} (graph)", graph_ms(lambda: planner(count, P)), 0, "TB/s", "bar 0.060 ms")
+
+
 def variants():
     """(kernel, Tile) pairs of the `tiles` section."""
     from megamoe.ops.grouped_mlp.triton import Tile
@@ -313,9 +360,9 @@ def precompile(share: int, shares: int) -> None:
 
 
 def main() -> None:
-    sections = {"attn": attn, "routing": routing, "dispatch": dispatch, "elementwise": elementwise, "grouped": grouped, "tiles": tiles}
+    sections = {"attn": attn, "routing": routing, "dispatch": dispatch, "elementwise": elementwise, "grouped": grouped, "tiles": tiles, "plan": plan_time, "layer": layer}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(sections)}; default: all but tiles")
+    parser.add_argument("sections", nargs="*", help=f"some of {', '.join(sections)}; default: all but tiles, plan and layer")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--precompile", nargs=2, type=int, metavar=("SHARE", "SHARES"))
     args = parser.parse_args()
