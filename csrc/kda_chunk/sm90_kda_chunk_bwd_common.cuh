@@ -26,16 +26,17 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kShift = 15.f * kLog2e;  // constant share of a tile's exponent given to the row factor
 constexpr float kL2Eps = 1e-6f;
 
-// (T, H, 128) bf16 tensor with unit stride in the last dimension; strides in elements.
+// (T, H, 128) bf16 tensor with unit stride in the last dimension; strides in elements. Token numbers and strides fit 32 bits (the
+// entry checks), their products do not: one widening multiplication each.
 struct Rows {
   const uint16_t* ptr;
-  int64_t token_stride, head_stride;
-  __device__ __forceinline__ const uint16_t* at(int64_t token, int head) const { return ptr + token * token_stride + head * head_stride; }
+  int token_stride, head_stride;
+  __device__ __forceinline__ const uint16_t* at(int token, int head) const { return ptr + static_cast<int64_t>(token) * token_stride + static_cast<int64_t>(head) * head_stride; }
 };
 struct OutRows {
   uint16_t* ptr;
-  int64_t token_stride, head_stride;
-  __device__ __forceinline__ uint16_t* at(int64_t token, int head) const { return ptr + token * token_stride + head * head_stride; }
+  int token_stride, head_stride;
+  __device__ __forceinline__ uint16_t* at(int token, int head) const { return ptr + static_cast<int64_t>(token) * token_stride + static_cast<int64_t>(head) * head_stride; }
 };
 
 struct Args {
@@ -43,7 +44,7 @@ struct Args {
   OutRows dq, dk, dv, dg;
   const void* beta;  // (T, H) logits, bf16 or fp32
   void* dbeta;       // same dtype, strides as beta's
-  int64_t beta_token_stride, beta_head_stride, dbeta_token_stride, dbeta_head_stride;
+  int beta_token_stride, beta_head_stride, dbeta_token_stride, dbeta_head_stride;
   int beta_is_fp32;
   const float* a_log;           // (H,) or null (zero)
   const float* dt_bias;         // (H, 128) or null
@@ -111,8 +112,8 @@ __device__ __forceinline__ int64_t doc_start(const Args& p, int n) {
   if (!p.cu_seqlens) return n ? p.num_tokens : 0;
   return p.cu_is_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[n] : static_cast<const int*>(p.cu_seqlens)[n];
 }
-__device__ __forceinline__ float load_beta_logit(const Args& p, int64_t token, int head) {
-  int64_t i = token * p.beta_token_stride + head * p.beta_head_stride;
+__device__ __forceinline__ float load_beta_logit(const Args& p, int token, int head) {
+  const int64_t i = static_cast<int64_t>(token) * p.beta_token_stride + static_cast<int64_t>(head) * p.beta_head_stride;
   return p.beta_is_fp32 ? static_cast<const float*>(p.beta)[i] : bits_to_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.beta)[i]) << 16);
 }
 __device__ __forceinline__ uint32_t load_u32(const void* p) { return *static_cast<const uint32_t*>(p); }
@@ -120,7 +121,7 @@ __device__ __forceinline__ float gate_rate2(const Args& p, int head) { return (p
 
 // Loads up to 64 rows of one head into a [64][128] image, zero beyond `rows`; threads 0..kThreads-1 take part.
 template <int kThreads, bool kHalves = false>
-__device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int64_t token0, int rows, int head, int tid) {
+__device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int token0, int rows, int head, int tid) {
   constexpr int kStep = kThreads / 16;  // rows; a multiple of 8, so the swizzle repeats
   const int row = tid >> 4, unit = tid & 15;
   const uint16_t* from = src.at(token0 + row, head) + unit * 8;
@@ -128,7 +129,7 @@ __device__ __forceinline__ void load_image128(uint32_t dst, const Rows& src, int
 #pragma unroll
   for (int i = 0; i < kChunk / kStep; i++) {
     cp_async16(to + i * kStep * (kHalves ? 128 : 256), from, row + i * kStep < rows);
-    from += kStep * src.token_stride;
+    from += kStep * static_cast<int64_t>(src.token_stride);
   }
 }
 // 1/||x|| of rows of an image, half a warp a row: lane's 16-byte unit -> the row's sum over 16 lanes.

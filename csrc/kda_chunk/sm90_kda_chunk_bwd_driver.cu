@@ -15,7 +15,7 @@ extern "C" int64_t kda_bwd_workspace_bytes(int64_t T, int H, int N, int num_sms)
 
 #ifdef MEGAMOE_SIMT_EMULATION
 extern "C" int kda_bwd(void** x, const int64_t* dims, const double* scalars, void*) {
-  const int64_t H = dims[1];
+  const int H = static_cast<int>(dims[1]);
   auto rows = [H](void* p) { return kernels::Rows{static_cast<const uint16_t*>(p), H * 128, 128}; };
   auto out = [H](void* p) { return kernels::OutRows{static_cast<uint16_t*>(p), H * 128, 128}; };
   kernels::Args a = {};

@@ -20,8 +20,8 @@ struct GradSmem {
   static constexpr int first = total + 8 * kDim * 4;               // [4][128] gate of a tile's first row
   static constexpr int end_part = total;                           // [4][128] and
   static constexpr int row_part = end_part + kTiles * kDim * 4;    // [64][3][4], over the gate sums once the anchors are known
-  static constexpr int state_part = first + kTiles * kDim * 4;     // [8][128] sums over v of S dS
-  static constexpr int hop = state_part + 8 * kDim * 4;            // [3][128] e^(R_J+1 - R_J)
+  static constexpr int state_part = first + kTiles * kDim * 4;     // [128] sums over v of S dS
+  static constexpr int hop = state_part + kDim * 4;                // [3][128] e^(R_J+1 - R_J)
   static constexpr int start = hop + 3 * kDim * 4;                 // [128] e^(R_0 - shift)
   static constexpr int end = start + kDim * 4;                     // [4][128] e^(G_C - R_I + shift)
   static constexpr int decay = end + kTiles * kDim * 4;            // [128] e^(G_C)
@@ -35,8 +35,7 @@ static_assert(GradSmem::bytes <= 227 * 1024, "one block per SM");
 
 // A chunk of one head, and what its first phase needs: in flight while the previous one is finished.
 struct GradItem {
-  int head, rows;
-  int64_t token0;
+  int head, rows, token0;
   size_t image, part;
 };
 struct GradRows {
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       out[i] = half_row + i * 32 < x.rows ? *reinterpret_cast<const uint4*>(from) : uint4{0u, 0u, 0u, 0u};
-      from += 32 * src.token_stride;
+      from += 32 * static_cast<int64_t>(src.token_stride);
     }
   };
   auto ask_for_rows = [&](GradRows& out, const GradItem& x) {
@@ -177,15 +176,20 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       }
       unsigned char* rows8 = sm + group * 8 * 256;
       float* gate8 = gate + group * 8 * kLdGate + 2 * pair;
-      float4 norms;
+      // All rows are read before the first is written: the compiler cannot tell that the places differ.
+      uint32_t k_rows[8], q_rows[8];
+      float4 norms[4];
+#pragma unroll
+      for (int r = 0; r < 8; r++) {
+        k_rows[r] = load_u32(rows8 + GradSmem::k + off128_pair(r, pair)), q_rows[r] = load_u32(rows8 + GradSmem::q + off128_pair(r, pair));
+        if (!(r & 1)) norms[r >> 1] = *reinterpret_cast<const float4*>(rstd + 2 * (group * 8 + r));
+      }
 #pragma unroll
       for (int r = 0; r < 8; r++) {
         const float y0 = c0[r] + before.x, y1 = c1[r] + before.y;  // G - R + shift
         *reinterpret_cast<float2*>(gate8 + r * kLdGate) = make_float2(y0, y1);
-        const uint32_t off = off128_pair(r, pair);
-        const uint32_t kr = load_u32(rows8 + GradSmem::k + off), qr = load_u32(rows8 + GradSmem::q + off);
-        if (!(r & 1)) norms = *reinterpret_cast<const float4*>(rstd + 2 * (group * 8 + r));
-        const float rk = r & 1 ? norms.z : norms.x, rq = (r & 1 ? norms.w : norms.y) * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
+        const uint32_t off = off128_pair(r, pair), kr = k_rows[r], qr = q_rows[r];
+        const float rk = r & 1 ? norms[r >> 1].z : norms[r >> 1].x, rq = (r & 1 ? norms[r >> 1].w : norms[r >> 1].y) * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::k + off) = pack_bf16(k0 * up0, k1 * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::q + off) = pack_bf16(bf_lo(qr) * rq * up0, bf_hi(qr) * rq * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::kd + off) = pack_bf16(k0 * ex2(-y0), k1 * ex2(-y1));
@@ -230,44 +234,53 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
     }
     mbar_wait(bar1, parity);
 
-    // Through the states: do S^T, dv S^T, v~ dS^T, a warpgroup 32 channels; meanwhile the sum over v of S·dS, sixteen v a thread.
+    // Through the states: do S^T, dv S^T, v~ dS^T, a warpgroup 32 channels; and the sum over v of S·dS as the diagonal of S dS^T.
     float aq[4][4], ak[4][4], ac[4][4];
     {
-      const uint32_t columns = (cq >> 1) * (kDim * 128) + (cq & 1) * 64, rows = wgmma_operand(base), state = wgmma_operand(base + columns);
+      const uint32_t half = wgmma_bytes((cq >> 1) * (kDim * 128)), columns = half + wgmma_bytes((cq & 1) * 64), images = wgmma_operand(base);
+      float ss[4][4];
       wgmma_begin();
 #pragma unroll
       for (int ks = 0; ks < 8; ks++) {
-        const uint32_t k_row = (ks >> 2) * (kChunk * 128) + (ks & 3) * 32;
-        wgmma_m64n32<false, true>(aq, rows + wgmma_bytes(GradSmem::dout + k_row), state + wgmma_bytes(GradSmem::s + ks * 2048), ks > 0);
-        wgmma_m64n32<false, true>(ak, rows + wgmma_bytes(GradSmem::dv + k_row), state + wgmma_bytes(GradSmem::s + ks * 2048), ks > 0);
-        wgmma_m64n32<true, true>(ac, rows + wgmma_bytes(GradSmem::vt + ks * 2048), state + wgmma_bytes(GradSmem::ds + ks * 2048), ks > 0);
+        const uint32_t k_row = (ks >> 2) * (kChunk * 128) + (ks & 3) * 32, s = wgmma_bytes(GradSmem::s + ks * 2048), ds = wgmma_bytes(GradSmem::ds + ks * 2048);
+        wgmma_m64n32<false, true>(aq, images + wgmma_bytes(GradSmem::dout + k_row), images + columns + s, ks > 0);
+        wgmma_m64n32<false, true>(ak, images + wgmma_bytes(GradSmem::dv + k_row), images + columns + s, ks > 0);
+        wgmma_m64n32<true, true>(ac, images + wgmma_bytes(GradSmem::vt + ks * 2048), images + columns + ds, ks > 0);
+        wgmma_m64n32<true, true>(ss, images + half + s, images + columns + ds, ks > 0);
       }
-      float s0 = 0.f, s1 = 0.f;
-      const unsigned char* rows16 = sm + (pair >> 5) * (kDim * 128) + group * 16 * 128;
-#pragma unroll
-      for (int r = 0; r < 16; r++) {
-        const uint32_t off = off64_pair(r, pair & 31), y = load_u32(rows16 + GradSmem::s + off), z = load_u32(rows16 + GradSmem::ds + off);
-        s0 += bf_lo(y) * bf_lo(z), s1 += bf_hi(y) * bf_hi(z);
-      }
-      *reinterpret_cast<float2*>(state_part + group * kDim + 2 * pair) = make_float2(s0, s1);
       wgmma_end();
-      wgmma_settle(aq), wgmma_settle(ak), wgmma_settle(ac);
+      wgmma_settle(aq), wgmma_settle(ak), wgmma_settle(ac), wgmma_settle(ss);
+      // Rows of ss are the 64 channels of the half, columns its 32 channels from (cq & 1) * 32: two warps hold the diagonal.
+      if ((it >> 1) == (cq & 1) && t == (g >> 1)) {
+        const float low = it & 1 ? (g & 1 ? ss[2][1] : ss[2][0]) : (g & 1 ? ss[0][1] : ss[0][0]);
+        const float high = it & 1 ? (g & 1 ? ss[3][3] : ss[3][2]) : (g & 1 ? ss[1][3] : ss[1][2]);
+        state_part[cq * 32 + (it & 1) * 16 + g] = low, state_part[cq * 32 + (it & 1) * 16 + g + 8] = high;
+      }
     }
     __syncthreads();  // S2: operands, dP, dL; the images are free
     if (more) ask_for_images(next);
 
     // Through kg to the chunk's end (into end_part), then to the first anchors.
     const uint32_t frag_off = r0 * 256 + ((cq * 4 ^ g) << 4) + t * 4;  // this lane's pair in n-tile 0; n-tile n flips bits 4-5 by n
+    uint32_t kd_low[4], kd_high[4];
+    float2 own_end[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const unsigned char* kd = sm + GradSmem::kd + (frag_off ^ (n << 4));
+      kd_low[n] = load_u32(kd), kd_high[n] = load_u32(kd + 8 * 256);
+      own_end[n] = *reinterpret_cast<float2*>(end + it * kDim + ch0 + n * 8);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      float s0 = bf_lo(kd_low[n]) * ac[n][0] + bf_lo(kd_high[n]) * ac[n][2], s1 = bf_hi(kd_low[n]) * ac[n][1] + bf_hi(kd_high[n]) * ac[n][3];
+#pragma unroll
+      for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
+      own_end[n] = make_float2(s0 * own_end[n].x, s1 * own_end[n].y);
+    }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
       const int ch = ch0 + n * 8;
-      const unsigned char* kd = sm + GradSmem::kd + (frag_off ^ (n << 4));
-      const uint32_t y = load_u32(kd), z = load_u32(kd + 8 * 256);
-      float s0 = bf_lo(y) * ac[n][0] + bf_lo(z) * ac[n][2], s1 = bf_hi(y) * ac[n][1] + bf_hi(z) * ac[n][3];
-#pragma unroll
-      for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
-      const float2 own_end = *reinterpret_cast<float2*>(end + it * kDim + ch);
-      if (g == 0) *reinterpret_cast<float2*>(end_part + it * kDim + ch) = make_float2(s0 * own_end.x, s1 * own_end.y);
+      if (g == n) *reinterpret_cast<float2*>(end_part + it * kDim + ch) = own_end[n];  // every g holds the sum
       const float2 first_hop = *reinterpret_cast<float2*>(start + ch), last_hop = *reinterpret_cast<float2*>(end + 3 * kDim + ch);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -350,18 +363,25 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       const float rk = norm.x, rq = norm.y, q_up = rq * p.scale, q_back = rq * sum[0] * rcp(p.scale), k_back = sum[1] + sum[2];
       if (cq == 0 && t == 0 && row < x.rows) {
         const float d = (1.f - beta[row]) * (vdot[row] + sum[1]);
-        const int64_t i = (x.token0 + row) * p.dbeta_token_stride + x.head * p.dbeta_head_stride;
+        const int64_t i = static_cast<int64_t>(x.token0 + row) * p.dbeta_token_stride + static_cast<int64_t>(x.head) * p.dbeta_head_stride;
         if (p.beta_is_fp32)
           static_cast<float*>(p.dbeta)[i] = d;
         else
           static_cast<uint16_t*>(p.dbeta)[i] = static_cast<uint16_t>(pack_bf16(d, 0.f));
       }
+      uint32_t qis[4], kis[4], kds[4];
+      float2 exponents[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
+        qis[n] = load_u32(at + GradSmem::q), kis[n] = load_u32(at + GradSmem::k), kds[n] = load_u32(at + GradSmem::kd);
+        exponents[n] = *reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8);
+      }
 #pragma unroll
       for (int n = 0; n < 4; n++) {
         unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
-        const uint32_t qi = load_u32(at + GradSmem::q), ki = load_u32(at + GradSmem::k), kd = load_u32(at + GradSmem::kd);
-        float2* y = reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8);
-        const float2 exponent = *y;
+        const uint32_t qi = qis[n], ki = kis[n], kd = kds[n];
+        const float2 exponent = exponents[n];
         float dq[2], dk[2], dG[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -372,7 +392,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
           dk[e] = vk * (up * rk) + (vc - k * k_back) * (down * rk);
           dG[e] = q * vq + k * vk - kdv * vc;
         }
-        *y = make_float2(dG[0], dG[1]);
+        *reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8) = make_float2(dG[0], dG[1]);
         *reinterpret_cast<uint32_t*>(at + GradSmem::q) = pack_bf16(dq[0], dq[1]);
         *reinterpret_cast<uint32_t*>(at + GradSmem::k) = pack_bf16(dk[0], dk[1]);
       }
@@ -390,7 +410,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
           *reinterpret_cast<uint4*>(to_q) = *reinterpret_cast<const uint4*>(from + GradSmem::q + i * 32 * 256);
           *reinterpret_cast<uint4*>(to_k) = *reinterpret_cast<const uint4*>(from + GradSmem::k + i * 32 * 256);
         }
-        to_q += 32 * p.dq.token_stride, to_k += 32 * p.dk.token_stride;
+        to_q += 32 * static_cast<int64_t>(p.dq.token_stride), to_k += 32 * static_cast<int64_t>(p.dk.token_stride);
       }
     }
     float2 dg[8];
@@ -406,14 +426,11 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       *reinterpret_cast<float2*>(tails + group * kDim + 2 * pair) = make_float2(tail0, tail1);
     }
     __syncthreads();  // S5: sums of eight rows
-    float2 at_end = make_float2(0.f, 0.f);
+    float2 at_end;
     {
-      const float2* part = reinterpret_cast<const float2*>(state_part + 2 * pair);
-#pragma unroll
-      for (int i = 0; i < 8; i++) at_end.x += part[i * kDim / 2].x, at_end.y += part[i * kDim / 2].y;
-      const float2 d = *reinterpret_cast<const float2*>(decay + 2 * pair);
-      at_end.x *= d.x, at_end.y *= d.y;
-      part = reinterpret_cast<const float2*>(end_part + 2 * pair);
+      const float2 y = *reinterpret_cast<const float2*>(state_part + 2 * pair), d = *reinterpret_cast<const float2*>(decay + 2 * pair);
+      at_end = make_float2(y.x * d.x, y.y * d.y);
+      const float2* part = reinterpret_cast<const float2*>(end_part + 2 * pair);
 #pragma unroll
       for (int i = 0; i < kTiles; i++) at_end.x += part[i * kDim / 2].x, at_end.y += part[i * kDim / 2].y;
       part = reinterpret_cast<const float2*>(tails + 2 * pair);

@@ -29,7 +29,7 @@ static_assert(ScanSmem::bytes <= 227 * 1024, "one block per SM");
 
 struct ScanBlock {
   int tid, lane, warp, hl, head, doc, v0, chunk0, num_chunks;  // v0: first value column of the block
-  int64_t token0, num_tokens;                                  // of the document
+  int token0, num_tokens;                                      // of the document
   uint32_t base;
 };
 
@@ -49,12 +49,12 @@ template <bool kReverse>
 __device__ __forceinline__ void produce_x(const Args& p, const ScanBlock& b) {
   const Rows& src = kReverse ? p.dout : p.v;
   const int first_chunk = kReverse ? b.num_chunks - 1 : 0, row = b.lane >> 3;
-  const uint16_t* from = src.at(b.token0 + static_cast<int64_t>(first_chunk) * kChunk + row, b.head) + b.v0 + (b.lane & 7) * 8;
-  const int64_t step_rows = (kReverse ? -kChunk : kChunk) * src.token_stride, rows4 = 4 * src.token_stride;
+  const uint16_t* from = src.at(b.token0 + first_chunk * kChunk + row, b.head) + b.v0 + (b.lane & 7) * 8;
+  const int64_t step_rows = (kReverse ? -kChunk : kChunk) * static_cast<int64_t>(src.token_stride), rows4 = 4 * static_cast<int64_t>(src.token_stride);
   // Rows 4 apart alternate between two swizzles.
   const uint32_t to_even = off64(row, b.lane & 7), to_odd = off64(row + 4, b.lane & 7);
   size_t image = static_cast<size_t>(b.chunk0 + first_chunk) * p.heads + b.hl;
-  int64_t left = b.num_tokens - static_cast<int64_t>(first_chunk) * kChunk - row;
+  int left = b.num_tokens - first_chunk * kChunk - row;
   Ring<kDepthX> ring;
   for (int step = 0; step < b.num_chunks; step++) {
     const uint32_t s = b.base + ring.slot * ScanSmem::slot_x, full = full_x(b, ring.slot);
@@ -226,9 +226,9 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
   const size_t doc_state = (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim;
   float state[16][4];
   load_state(state, p.dfinal_state ? p.dfinal_state + doc_state : nullptr, v + g, t);
-  const int64_t last_token = static_cast<int64_t>(b.num_chunks - 1) * kChunk + (b.lane >> 1);
+  const int last_token = (b.num_chunks - 1) * kChunk + (b.lane >> 1);
   uint16_t* dv_out = p.dv.at(b.token0 + last_token, b.head) + v + (b.lane & 1) * 8;
-  int64_t left = b.num_tokens - last_token;  // rows of the document from this lane's first one on
+  int left = b.num_tokens - last_token;  // rows of the document from this lane's first one on
   size_t image = static_cast<size_t>(b.chunk0 + b.num_chunks - 1) * p.heads + b.hl;
   Ring<kDepthX> rx;
   Ring<kDepthY> ry;
@@ -276,9 +276,9 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
       for (int i = 0; i < 4; i++) {
         const uint4 x = *reinterpret_cast<const uint4*>(from + i * 16 * kDvLd);
         if (i * 16 < left) *reinterpret_cast<uint4*>(to) = x;
-        to += 16 * p.dv.token_stride;
+        to += 16 * static_cast<int64_t>(p.dv.token_stride);
       }
-      dv_out -= kChunk * p.dv.token_stride, left += kChunk;
+      dv_out -= kChunk * static_cast<int64_t>(p.dv.token_stride), left += kChunk;
     }
     const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
     mbar_wait(full_y(b, ry.slot), ry.parity);
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args 
   b.doc = static_cast<int>(i % p.num_docs);
   const bool forward = i / p.num_docs;
   b.chunk0 = p.doc_chunk[b.doc], b.num_chunks = p.doc_chunk[b.doc + 1] - b.chunk0;
-  b.token0 = doc_start(p, b.doc), b.num_tokens = doc_start(p, b.doc + 1) - b.token0;
+  b.token0 = static_cast<int>(doc_start(p, b.doc)), b.num_tokens = static_cast<int>(doc_start(p, b.doc + 1)) - b.token0;
   b.base = smem_addr(sm);
   if (b.tid == 0) {
     for (int i = 0; i < kDepthX + kDepthY; i++) {

@@ -16,8 +16,9 @@ from megamoe.ops.kda_chunk.reference import kda_recurrent
 SOURCE = Path(__file__).resolve().parents[2] / "csrc" / "kda_chunk"
 GRADS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dinitial_state")
 # RMS ratio against the float64 recurrence from the same bf16 inputs.
-# dA_log of a head is ONE number, a sum over all its tokens and channels that may nearly cancel: its ratio means something over many heads only.
-FEW_HEADS, FEW_HEADS_DA_LOG = 4, 5e-2
+# dA_log of a head is ONE number, a sum of random sign over its tokens and channels, so its relative error is itself random (no single
+# rounding dominates it: measured by leaving them out one by one). The ratio of LIMITS means something over many heads or a long stream.
+DA_LOG_BY_HEADS = ((3, 5e-2), (16, 2e-2))  # below so many heads: this limit
 LIMITS = dict(dq=8e-3, dk=8e-3, dv=8e-3, dg=1.5e-2, dbeta=1.5e-2, dA_log=8e-3, ddt_bias=8e-3, dinitial_state=8e-3)
 GATES = {
     "uniform": lambda x: x,
@@ -103,7 +104,8 @@ def allocate(lib, case, num_sms=132):
 
 def outside_limits(got, want):
     """Names of the gradients that break the protocol, with their errors; empty when all hold."""
-    limits = LIMITS | (dict(dA_log=FEW_HEADS_DA_LOG) if want["dA_log"].numel() < FEW_HEADS else {})
+    heads = want["dA_log"].numel()
+    limits = LIMITS | next((dict(dA_log=limit) for few, limit in DA_LOG_BY_HEADS if heads < few), {})
     found = errors(got, want)
     return {name: f"RMS ratio {rms:.2e} (limit {limits[name]:.0e}), largest {peak:.2e} of the maximum" for name, (rms, peak) in found.items() if not (rms <= limits[name] and peak <= 0.05)}
 
