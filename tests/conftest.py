@@ -10,6 +10,8 @@ import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu") if not os.path.exists("/dev/nvidia0") else None
 os.environ.setdefault("WANDB_MODE", "offline")
+# Ranks of a test share few cores: threads that wait must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch

@@ -19,6 +19,7 @@ from megamoe.optim.config import OptimConfig, OptimizerKind
 from megamoe.optim.muon import Muon
 from megamoe.parallel.engine import DeepSpeedEngine, ParamGroups, PlainEngine
 from megamoe.parallel.mesh import Axis, Mesh
+from megamoe.utils.features import fused_adamw
 
 # Every value of `ParamInfo.reduce_axis`, in the order in which they are reduced.
 REDUCE_AXES = ("stage", "dp_cp", "edp", "ends")
@@ -104,11 +105,12 @@ def split_parameters(params: list[nn.Parameter], kind: OptimizerKind, weight_dec
     return [{"params": ps, "weight_decay": weight_decay if decay else 0.0} for (_, decay), ps in sorted(groups.items())], muon
 
 
-def torch_optimizer(config: OptimConfig, *, fused: bool) -> Callable[[ParamGroups], torch.optim.Optimizer]:
-    """Constructor of the torch optimizer for the engine's groups. `sgd` has neither momentum nor decay."""
+def torch_optimizer(config: OptimConfig, device: torch.device) -> Callable[[ParamGroups], torch.optim.Optimizer]:
+    """Constructor of the optimizer for the engine's groups: the best AdamW found on the device, or SGD without momentum and decay."""
     if config.kind is OptimizerKind.sgd:
         return lambda groups: torch.optim.SGD([{**g, "weight_decay": 0.0} for g in groups], lr=config.lr)
-    return lambda groups: torch.optim.AdamW(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=fused)
+    adamw = fused_adamw(device.type).build
+    return lambda groups: adamw(groups, lr=config.lr, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, mesh: Mesh, *, deepspeed: bool, bucket_elements: int) -> Optimizer:
@@ -122,7 +124,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, mesh: Mesh, *, deepsp
     """
     params = [p for p in model.parameters() if p.requires_grad]
     device = params[0].device
-    make = torch_optimizer(config, fused=device.type == "cuda")
+    make = torch_optimizer(config, device)
     bf16 = any(p.dtype == torch.bfloat16 for p in params)
     ns_dtype = torch.bfloat16 if bf16 and device.type == "cuda" else None
     engines, muons = {}, {}

@@ -74,7 +74,7 @@ class TrainConfig:
         seed: seeds initialisation and data order.
         precision, device, recompute: see the enums.
         eval_interval_steps, eval_windows: held-out evaluation every so many steps (0: only at the end) over so many windows.
-        max_minutes: stop cleanly (saved, evaluated) after so many minutes; 0 has no limit.
+        max_minutes: stop cleanly (saved) after so many minutes; 0 has no limit.
     """
 
     seq_len: int = 1024

@@ -35,6 +35,7 @@ from megamoe.parallel.stages import plan_stages
 from megamoe.train.config import Config, EngineKind, Precision
 from megamoe.train.trainer import Trainer
 from megamoe.utils.errors import UserError, check
+from megamoe.utils.features import probe
 from megamoe.utils.runfolder import RunFolder, register_rank, sweep_shared_memory
 from megamoe.utils.signals import StopRequest, stop_signals
 
@@ -81,6 +82,7 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
     if resume_from:
         on_every_rank(mesh, lambda: trainer.restore(resume_from))
+    on_first_rank(mesh, lambda: _writable_dir(run_dir, lambda: str(train.tokenizer.save(run_dir / "run"))))
     if monitor:
         monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step))
         _write_reference_lines(config, train, heldout, run_dir, monitor)
@@ -232,6 +234,7 @@ def _first_screen(config: Config, mesh: Mesh, device: torch.device, train: Windo
         data=train.summary(),
         heldout=f"{held['documents']:,} documents, {held['tokens']:,} tokens, {min(config.train.eval_windows, held['windows'])} windows evaluated" if held else "none",
         ops=status(),
+        features=[feature.row() for feature in probe(device.type)],
         run_dir=str(run_dir),
         resumed=f"step {step} of {resume_from}" if resume_from else "",
     )

@@ -53,6 +53,7 @@ class Trainer:
         self.store, self.monitor, self.stop, self.meta = store, monitor, stop, meta
         self.progress = Progress()
         self.saved_step: int | None = None
+        self.last_evaluation: dict[str, float] = {}
         with torch.device("meta"):
             whole = Transformer(config.model)
         self.flops_per_token = flops_per_token(config.model, count_parameters(whole, config.model), (config.train.seq_len + 1) / 2).total
@@ -93,7 +94,7 @@ class Trainer:
         summary = {"steps": self.progress.step, "stopped": self.stop.reason or "" if stopped else "", "seconds": round(time.monotonic() - started, 1)}
         if not stopped:
             # A polite stop has seconds, not minutes: it saves at once and leaves evaluation to the next start.
-            summary |= self._evaluate()
+            summary |= self.last_evaluation or self._evaluate()
         if self.saved_step != self.progress.step and self.progress.step > started_step or not self.store.latest():
             self._save(last=True)
         return summary
@@ -103,7 +104,7 @@ class Trainer:
         row: dict[str, float] = {}
         if step % self.config.monitor.log_interval_steps == 0 or step == t.num_steps:
             row = self._metrics(result, lr, begin)
-        if t.eval_interval_steps and step % t.eval_interval_steps == 0 and step < t.num_steps:
+        if step == t.num_steps or t.eval_interval_steps and step % t.eval_interval_steps == 0:
             row |= self._evaluate()
         if self.monitor and row:
             self.monitor.log(step, row)
@@ -136,7 +137,8 @@ class Trainer:
         if not self.heldout:
             return {}
         loss, bits = evaluate(self.pipeline, self._heldout_batches())
-        return {"eval_loss": loss, "eval_bits_per_byte": bits}
+        self.last_evaluation = {"eval_loss": loss, "eval_bits_per_byte": bits}
+        return self.last_evaluation
 
     def _heldout_batches(self):
         t = self.config.train

@@ -88,11 +88,12 @@ def test_a_training_step_does_not_wait_for_the_host():
         update_router_biases(model)
         return loss
 
-    step()  # chooses backends, allocates
+    first = step()  # chooses backends, allocates; moves the router biases, so only this loss compares with the CPU's
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert abs(loss.item() / expected - 1) < 0.01
+    assert abs(first.item() / expected - 1) < 0.01
+    assert loss.isfinite()
     assert all(p.grad.isfinite().all() for p in model.parameters())

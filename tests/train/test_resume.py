@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.monitor.metrics import read_metrics
+from megamoe.parallel.distributed import free_port
 from megamoe.testing.small import small_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +56,12 @@ def straight(tmp_path_factory):
     return folder, _losses(folder / "straight")
 
 
-def _lines(run_dir: Path) -> int:
-    return sum(1 for row in read_metrics(run_dir).rows if "loss" in row) if (run_dir / "metrics.jsonl").is_file() else 0
+def _rows(run_dir: Path) -> int:
+    return len(_losses(run_dir)) if (run_dir / "metrics.jsonl").is_file() else 0
+
+
+def _saved(run_dir: Path) -> dict:
+    return json.loads(max((run_dir / "checkpoints").glob("step_*/state.json")).read_text())
 
 
 def test_killed_run_continues_bit_for_bit(straight):
@@ -64,7 +69,7 @@ def test_killed_run_continues_bit_for_bit(straight):
     run_dir = folder / "killed"
     overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir, checkpoint__interval_steps=3)
     process = _start(overrides)
-    _wait_for(lambda: _lines(run_dir) >= 7, process)
+    _wait_for(lambda: _rows(run_dir) >= 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert (run_dir / "checkpoints" / "step_00000006").is_dir()
@@ -73,39 +78,66 @@ def test_killed_run_continues_bit_for_bit(straight):
     assert _losses(run_dir) == expected
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signal_finishes_the_step_saves_and_exits_zero(straight, signum):
+def test_signals_finish_the_step_save_and_exit_zero(straight):
+    """SIGINT with SIGTERM right behind (what launchers send: not a second press), go on, SIGTERM alone, go on."""
     folder, expected = straight
-    run_dir = folder / f"signal{signum}"
+    run_dir = folder / "signals"
     overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir)
-    process = _start(overrides)
-    _wait_for(lambda: _lines(run_dir) >= 3, process)
-    os.kill(process.pid, signum)
-    if signum == signal.SIGINT:
-        # Launchers send SIGTERM right behind: that is not a second press.
-        time.sleep(0.1)
-        os.kill(process.pid, signal.SIGTERM)
-    code, out = _finish(process)
-    assert code == 0, out
-    saved = json.loads(next((run_dir / "checkpoints").glob("step_*/state.json")).read_text())["step"]
-    assert saved == max(_losses(run_dir)) < STEPS
+    for wanted_rows, signals in ((3, [signal.SIGINT, signal.SIGTERM]), (6, [signal.SIGTERM])):
+        process = _start(overrides)
+        _wait_for(lambda: _rows(run_dir) >= wanted_rows, process)
+        for signum in signals:
+            os.kill(process.pid, signum)
+            time.sleep(0.1)
+        code, out = _finish(process)
+        assert code == 0, out
+        assert _saved(run_dir)["step"] == max(_losses(run_dir)) < STEPS
     code, out = _finish(_start(overrides))
     assert code == 0, out
     assert _losses(run_dir) == expected
 
 
-def test_two_ranks_under_torchrun_stop_and_continue(straight):
+def _ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Pids of the ranks that a launcher started: our entry point run by Python, in the launcher's process group."""
+    found = []
+    for proc in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (proc / "cmdline").read_bytes().split(b"\0")
+            if os.getpgid(int(proc.name)) == launcher.pid and b"launch/pretrain.py" in words and not any(w in words for w in (b"--nproc-per-node=2", b"--num_accelerators")):
+                if not any(b"deepspeed.launcher" in w for w in words):
+                    found.append(int(proc.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_two_ranks_stop_together_and_continue(straight, launcher):
+    """torchrun: the ranks are signalled and the launcher ends with 0. deepspeed: the whole group is, as by Ctrl-C in a terminal;
+    the launcher kills what still runs after 30 s and reports the interrupt itself, the save must be there within 20 s."""
     folder, expected = straight
-    run_dir = folder / "torchrun"
+    run_dir = folder / launcher
     overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={29600 + os.getpid() % 300}")
-    process = _start(overrides, torchrun)
-    _wait_for(lambda: _lines(run_dir) >= 3, process)
-    os.killpg(process.pid, signal.SIGINT)
+    port = str(free_port())
+    command = {
+        "torchrun": (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"),
+        "deepspeed": (sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--master_port", port),
+    }[launcher]
+    process = _start(overrides, command)
+    _wait_for(lambda: _rows(run_dir) >= 3, process)
+    began = time.monotonic()
+    if launcher == "torchrun":
+        ranks = _ranks_of(process)
+        assert len(ranks) == 2, ranks
+        for pid in ranks:
+            os.kill(pid, signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     code, out = _finish(process)
-    saved = json.loads(next((run_dir / "checkpoints").glob("step_*/state.json")).read_text())
-    assert saved["step"] >= 3 and saved["world_size"] == 2, out
-    code, out = _finish(_start(overrides, torchrun))
+    assert time.monotonic() - began < 20 + 10, "the save takes 20 s at most; ten more for the launcher to notice"
+    assert code == 0 or launcher == "deepspeed", out
+    assert _saved(run_dir)["step"] >= 3 and _saved(run_dir)["world_size"] == 2
+    code, out = _finish(_start(overrides, command))
     assert code == 0, out
     losses = _losses(run_dir)
     assert losses.keys() == expected.keys()
