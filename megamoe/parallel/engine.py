@@ -21,6 +21,7 @@ the project touches is in this file; `tests/parallel/test_engine.py` compares th
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Callable, Iterator
 
 import torch
@@ -126,7 +127,9 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(groups)
         optimizer.register_step_pre_hook(self._scale_gradients)
         view = _ParameterView([p for g in groups for p in g["params"]])
-        self.engine, *_ = deepspeed.initialize(model=view, optimizer=optimizer, mpu=_Mpu(axis), config=_config(bf16, bucket_elements))
+        # Its bf16 optimizer prints three lines of memory figures a parameter group, whatever the log level.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.engine, *_ = deepspeed.initialize(model=view, optimizer=optimizer, mpu=_Mpu(axis), config=_config(bf16, bucket_elements))
         self.engine.set_gradient_accumulation_boundary(False)
         # BF16_Optimizer accumulates into fp32 buffers of its own; DeepSpeedZeroOptimizer uses param.grad.
         self._accumulates_apart = hasattr(self.engine.optimizer, "update_hp_grads")
