@@ -15,13 +15,11 @@ template <Mode MODE>
 __global__ void __launch_bounds__(kThreads, 1) sm90_kda_chunk_fwd(const __grid_constant__ Arguments args) {
   extern __shared__ uint8_t shared[];
   const uint32_t stages = (ptx::smem_address(shared) + 1023) & ~1023u;
-  const uint32_t base = stages + kStages * kStageBytes;
-  const Barriers barriers{base, base + kStages * 8, base + 2 * kStages * 8};
+  const uint32_t full = stages + kStages * kStageBytes, empty = full + kStages * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(barriers.loaded + i * 8, 33);
-      ptx::mbarrier_init(barriers.full + i * 8, 1);
-      ptx::mbarrier_init(barriers.empty + i * 8, kConsumerThreads / 32);
+      ptx::mbarrier_init(full + i * 8, 1);
+      ptx::mbarrier_init(empty + i * 8, kConsumerThreads / 32);
     }
     ptx::mbarrier_init_fence();
   }
@@ -34,10 +32,10 @@ __global__ void __launch_bounds__(kThreads, 1) sm90_kda_chunk_fwd(const __grid_c
   const int first = min(segment * size, total), count = min(size, total - first);
   if (threadIdx.x >= kConsumerThreads) {
     ptx::register_decrease<kProducerRegisters>();
-    produce<MODE>(args, head, first, count, stages, barriers, (threadIdx.x - kConsumerThreads) / 32, threadIdx.x % 32);
+    produce<MODE>(args, head, first, count, stages, full, empty, (threadIdx.x - kConsumerThreads) / 32, threadIdx.x % 32);
   } else {
     ptx::register_increase<kConsumerRegisters>();
-    consume<MODE>(args, head, segment, identity, first, count, stages, barriers, threadIdx.x);
+    consume<MODE>(args, head, segment, identity, first, count, stages, full, empty, threadIdx.x);
   }
 }
 
