@@ -176,20 +176,15 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
       }
       unsigned char* rows8 = sm + group * 8 * 256;
       float* gate8 = gate + group * 8 * kLdGate + 2 * pair;
-      // All rows are read before the first is written: the compiler cannot tell that the places differ.
-      uint32_t k_rows[8], q_rows[8];
-      float4 norms[4];
-#pragma unroll
-      for (int r = 0; r < 8; r++) {
-        k_rows[r] = load_u32(rows8 + GradSmem::k + off128_pair(r, pair)), q_rows[r] = load_u32(rows8 + GradSmem::q + off128_pair(r, pair));
-        if (!(r & 1)) norms[r >> 1] = *reinterpret_cast<const float4*>(rstd + 2 * (group * 8 + r));
-      }
+      float4 norms;
 #pragma unroll
       for (int r = 0; r < 8; r++) {
         const float y0 = c0[r] + before.x, y1 = c1[r] + before.y;  // G - R + shift
         *reinterpret_cast<float2*>(gate8 + r * kLdGate) = make_float2(y0, y1);
-        const uint32_t off = off128_pair(r, pair), kr = k_rows[r], qr = q_rows[r];
-        const float rk = r & 1 ? norms[r >> 1].z : norms[r >> 1].x, rq = (r & 1 ? norms[r >> 1].w : norms[r >> 1].y) * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
+        const uint32_t off = off128_pair(r, pair);
+        const uint32_t kr = load_u32(rows8 + GradSmem::k + off), qr = load_u32(rows8 + GradSmem::q + off);
+        if (!(r & 1)) norms = *reinterpret_cast<const float4*>(rstd + 2 * (group * 8 + r));
+        const float rk = r & 1 ? norms.z : norms.x, rq = (r & 1 ? norms.w : norms.y) * p.scale, k0 = bf_lo(kr) * rk, k1 = bf_hi(kr) * rk, up0 = ex2(y0), up1 = ex2(y1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::k + off) = pack_bf16(k0 * up0, k1 * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::q + off) = pack_bf16(bf_lo(qr) * rq * up0, bf_hi(qr) * rq * up1);
         *reinterpret_cast<uint32_t*>(rows8 + GradSmem::kd + off) = pack_bf16(k0 * ex2(-y0), k1 * ex2(-y1));
@@ -262,25 +257,16 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
 
     // Through kg to the chunk's end (into end_part), then to the first anchors.
     const uint32_t frag_off = r0 * 256 + ((cq * 4 ^ g) << 4) + t * 4;  // this lane's pair in n-tile 0; n-tile n flips bits 4-5 by n
-    uint32_t kd_low[4], kd_high[4];
-    float2 own_end[4];
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-      const unsigned char* kd = sm + GradSmem::kd + (frag_off ^ (n << 4));
-      kd_low[n] = load_u32(kd), kd_high[n] = load_u32(kd + 8 * 256);
-      own_end[n] = *reinterpret_cast<float2*>(end + it * kDim + ch0 + n * 8);
-    }
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-      float s0 = bf_lo(kd_low[n]) * ac[n][0] + bf_lo(kd_high[n]) * ac[n][2], s1 = bf_hi(kd_low[n]) * ac[n][1] + bf_hi(kd_high[n]) * ac[n][3];
-#pragma unroll
-      for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
-      own_end[n] = make_float2(s0 * own_end[n].x, s1 * own_end[n].y);
-    }
 #pragma unroll
     for (int n = 0; n < 4; n++) {
       const int ch = ch0 + n * 8;
-      if (g == n) *reinterpret_cast<float2*>(end_part + it * kDim + ch) = own_end[n];  // every g holds the sum
+      const unsigned char* kd = sm + GradSmem::kd + (frag_off ^ (n << 4));
+      const uint32_t y = load_u32(kd), z = load_u32(kd + 8 * 256);
+      float s0 = bf_lo(y) * ac[n][0] + bf_lo(z) * ac[n][2], s1 = bf_hi(y) * ac[n][1] + bf_hi(z) * ac[n][3];
+#pragma unroll
+      for (int m = 4; m < 32; m <<= 1) s0 += shfl_xor(s0, m), s1 += shfl_xor(s1, m);
+      const float2 own_end = *reinterpret_cast<float2*>(end + it * kDim + ch);
+      if (g == 0) *reinterpret_cast<float2*>(end_part + it * kDim + ch) = make_float2(s0 * own_end.x, s1 * own_end.y);
       const float2 first_hop = *reinterpret_cast<float2*>(start + ch), last_hop = *reinterpret_cast<float2*>(end + 3 * kDim + ch);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
@@ -369,19 +355,12 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
         else
           static_cast<uint16_t*>(p.dbeta)[i] = static_cast<uint16_t>(pack_bf16(d, 0.f));
       }
-      uint32_t qis[4], kis[4], kds[4];
-      float2 exponents[4];
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
-        qis[n] = load_u32(at + GradSmem::q), kis[n] = load_u32(at + GradSmem::k), kds[n] = load_u32(at + GradSmem::kd);
-        exponents[n] = *reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8);
-      }
 #pragma unroll
       for (int n = 0; n < 4; n++) {
         unsigned char* at = sm + (frag_off ^ (n << 4)) + half * 8 * 256;
-        const uint32_t qi = qis[n], ki = kis[n], kd = kds[n];
-        const float2 exponent = exponents[n];
+        const uint32_t qi = load_u32(at + GradSmem::q), ki = load_u32(at + GradSmem::k), kd = load_u32(at + GradSmem::kd);
+        float2* y = reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8);
+        const float2 exponent = *y;
         float dq[2], dk[2], dG[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -392,7 +371,7 @@ __global__ void __launch_bounds__(kGradThreads, 1) sm90_kda_bwd_grad(const Args 
           dk[e] = vk * (up * rk) + (vc - k * k_back) * (down * rk);
           dG[e] = q * vq + k * vk - kdv * vc;
         }
-        *reinterpret_cast<float2*>(gate + row * kLdGate + ch0 + n * 8) = make_float2(dG[0], dG[1]);
+        *y = make_float2(dG[0], dG[1]);
         *reinterpret_cast<uint32_t*>(at + GradSmem::q) = pack_bf16(dq[0], dq[1]);
         *reinterpret_cast<uint32_t*>(at + GradSmem::k) = pack_bf16(dk[0], dk[1]);
       }

@@ -161,19 +161,11 @@ __global__ void __launch_bounds__(kPrepThreads, 3) sm90_kda_bwd_prep(const Args 
   const size_t tile_rows = image * kImage128 + tile * kTile * 256;
   unsigned char *ke = p.ke + tile_rows, *kg = p.kg + tile_rows, *qg = p.qg + tile_rows;
   unsigned char* sm_tile = sm + tile * kTile * 256;
-  // Four rows are read before the first is written: the compiler cannot tell that the places differ.
-  uint32_t k_rows[4], q_rows[4];
-  float2 norms[4];
 #pragma unroll
   for (int r = 0; r < kTile; r++) {
-    if (r % 4 == 0)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        k_rows[i] = load_u32(sm_tile + PrepSmem::k + off128_pair(r + i, pair)), q_rows[i] = load_u32(sm_tile + PrepSmem::q + off128_pair(r + i, pair));
-        norms[i] = rstd[tile * kTile + r + i];
-      }
-    const uint32_t off = off128_pair(r, pair), kr = k_rows[r % 4], qr = q_rows[r % 4];
-    const float2 norm = norms[r % 4];
+    const uint32_t off = off128_pair(r, pair);
+    const uint32_t kr = load_u32(sm_tile + PrepSmem::k + off), qr = load_u32(sm_tile + PrepSmem::q + off);
+    const float2 norm = rstd[tile * kTile + r];
     const float k0 = bf_lo(kr) * norm.x, k1 = bf_hi(kr) * norm.x, q0 = bf_lo(qr) * norm.y, q1 = bf_hi(qr) * norm.y;
     const float up0 = ex2(c0[r]), up1 = ex2(c1[r]), kd0 = k0 * ex2(-c0[r]), kd1 = k1 * ex2(-c1[r]);
     const float ki0 = k0 * up0, ki1 = k1 * up1, qi0 = q0 * up0, qi1 = q1 * up1;
