@@ -36,7 +36,7 @@ def test_split_product_and_gradients_are_as_close_to_float64_as_fp32(device, wei
     logits, plain = split.router_logits(x, w), reference.router_logits(x, w)
     assert logits.dtype == torch.float32 and error(logits, exact) <= max(1.5 * error(plain, exact), 1e-6)
     for g, p, e in zip(torch.autograd.grad(logits, [x, w], d), torch.autograd.grad(plain, [x, w], d), exact_grads):
-        assert g.dtype == p.dtype and error(g, e) <= max(1.5 * error(p, e), 1e-6)
+        assert g.dtype == p.dtype and error(g, e) <= max(1.05 * error(p, e), 1e-5)
 
 
 def test_shapes_that_do_not_fit_are_named():
