@@ -56,7 +56,7 @@ class RankPool:
             while len(results) < world_size:
                 rank, ok, value = self._results.get(timeout=timeout_s)
                 if not ok:
-                    raise RuntimeError(f"rank {rank} of {world_size} raised:\n{value}")
+                    raise RuntimeError(f"rank {rank} of {world_size} raised:\n{value}{self._others()}")
                 results[rank] = pickle.loads(value)
         except queues.Empty:
             waiting = sorted(set(range(world_size)) - set(results))
@@ -66,6 +66,17 @@ class RankPool:
             self.stop()
             raise
         return [results[r] for r in range(world_size)]
+
+    def _others(self) -> str:
+        """What other ranks raise within two seconds: the first to report is often a victim whose peer hung up."""
+        text = ""
+        try:
+            while True:
+                rank, ok, value = self._results.get(timeout=2)
+                if not ok:
+                    text += f"\nrank {rank} raised:\n{value}"
+        except queues.Empty:
+            return text
 
     def stop(self) -> None:
         """End the workers now."""
