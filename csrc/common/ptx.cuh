@@ -5,6 +5,10 @@
 // two neighbouring D tiles, packed to bf16, are exactly one A operand of 16 columns: accumulators feed the next product.
 #pragma once
 
+#ifdef MEGAMOE_SIMT_EMULATION  // the same list of functions for a CPU
+#include "../kda_chunk/sm90_kda_chunk_fwd_simt.cuh"
+#else
+
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -12,6 +16,10 @@
 
 namespace megamoe::ptx {
 
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ uint8_t megamoe_dynamic_shared[];
+  return megamoe_dynamic_shared;
+}
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // ---- arithmetic
@@ -32,6 +40,13 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 }
 __device__ __forceinline__ float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
+
+// A copy that ptxas cannot coalesce with its source.
+__device__ __forceinline__ float opaque_copy(float x) {
+  float y;
+  asm volatile("mov.b32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // ---- shared memory
 __device__ __forceinline__ uint32_t load_shared_32(uint32_t address) {
@@ -162,3 +177,4 @@ __device__ __forceinline__ void wgmma_n128(float (&d)[64], const uint32_t (&a)[4
 #undef MEGAMOE_D8
 
 }  // namespace megamoe::ptx
+#endif

@@ -7,8 +7,12 @@
 // memory on the host, so all of them can be captured into a CUDA graph. Same inputs give the same bits.
 #pragma once
 
+#ifdef MEGAMOE_SIMT_EMULATION
+#include "sm90_kda_chunk_fwd_simt.cuh"
+#else
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>

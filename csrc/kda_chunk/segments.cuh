@@ -5,7 +5,9 @@
 // number have rows == 0 and are skipped.
 #pragma once
 
+#ifndef MEGAMOE_SIMT_EMULATION
 #include <cuda_runtime.h>
+#endif
 
 #include <cstdint>
 

@@ -13,8 +13,7 @@ namespace {
 
 template <Mode MODE>
 __global__ void __launch_bounds__(kThreads, 1) sm90_kda_chunk_fwd(const __grid_constant__ Arguments args) {
-  extern __shared__ uint8_t shared[];
-  const uint32_t stages = (ptx::smem_address(shared) + 1023) & ~1023u;
+  const uint32_t stages = (ptx::smem_address(ptx::dynamic_shared()) + 1023) & ~1023u;
   const uint32_t full = stages + kStages * kStageBytes, empty = full + kStages * 8;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -70,10 +69,10 @@ __global__ void __launch_bounds__(kWidth) sm90_kda_chain_segments(const float* m
   }
 }
 
-// An empty document runs through no group: its final state is its initial state.
+// An empty document runs through no group: its final state is its initial state. cu_seqlens nullptr: one empty document.
 __global__ void copy_states_of_empty_documents(const int32_t* cu_seqlens, const float* initial_state, float* final_state, int H) {
   const int document = blockIdx.x, head = blockIdx.y;
-  if (cu_seqlens[document] != cu_seqlens[document + 1]) return;
+  if (cu_seqlens && cu_seqlens[document] != cu_seqlens[document + 1]) return;
   const int64_t at = (int64_t(document) * H + head) * kWidth * kWidth;
   for (int i = threadIdx.x; i < kWidth * kWidth; i += blockDim.x) final_state[at + i] = initial_state ? initial_state[at + i] : 0.0f;
 }
@@ -100,13 +99,23 @@ struct Layout {
   }
 };
 
-template <Mode MODE>
-cudaError_t launch(const Arguments& args, int blocks, cudaStream_t stream) {
-  const cudaError_t status = cudaFuncSetAttribute(sm90_kda_chunk_fwd<MODE>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  sm90_kda_chunk_fwd<MODE><<<blocks, kThreads, kSharedBytes, stream>>>(args);
+#ifdef MEGAMOE_SIMT_EMULATION
+template <class... Parameters, class... Values>
+cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t, const Values&... values) {
+  simt::launch(grid, threads, shared, [&] { kernel(values...); });
+  return 0;
+}
+#else
+template <class... Parameters, class... Values>
+cudaError_t enqueue(void (*kernel)(Parameters...), dim3 grid, int threads, size_t shared, cudaStream_t stream, const Values&... values) {
+  if (shared > 48 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (status != cudaSuccess) return status;
+  }
+  kernel<<<grid, threads, shared, stream>>>(values...);
   return cudaGetLastError();
 }
+#endif
 
 }  // namespace
 
@@ -119,30 +128,23 @@ cudaError_t forward(const Forward& forward, cudaStream_t stream) {
   uint8_t* workspace = static_cast<uint8_t*>(forward.workspace);
   Arguments args{in, forward.o, forward.final_state, nullptr, nullptr, reinterpret_cast<float*>(workspace + layout.maps),
                  reinterpret_cast<float*>(workspace + layout.entering), segments};
-  if (in.H == 0) return cudaSuccess;
-  if (forward.final_state && (in.cu_seqlens || in.T == 0)) {
-    if (in.cu_seqlens) {
-      copy_states_of_empty_documents<<<dim3(in.N, in.H), 256, 0, stream>>>(in.cu_seqlens, in.initial_state, forward.final_state, in.H);
-    } else {
-      const size_t bytes = size_t(in.H) * kWidth * kWidth * sizeof(float);
-      return in.initial_state ? cudaMemcpyAsync(forward.final_state, in.initial_state, bytes, cudaMemcpyDeviceToDevice, stream)
-                              : cudaMemsetAsync(forward.final_state, 0, bytes, stream);
-    }
-  }
-  if (in.T == 0) return cudaGetLastError();
+  cudaError_t status{};
+  if (in.H == 0) return status;
+  if (forward.final_state && (in.cu_seqlens || in.T == 0))
+    status = enqueue(copy_states_of_empty_documents, dim3(in.N, in.H), 256, 0, stream, in.cu_seqlens, in.initial_state, forward.final_state, in.H);
+  if (status != cudaError_t{} || in.T == 0) return status;
   if (in.cu_seqlens) {
     int32_t* first_group = reinterpret_cast<int32_t*>(workspace + layout.first_group);
     Group* table = reinterpret_cast<Group*>(workspace + layout.table);
-    build_group_table<kRows><<<1, 1024, 0, stream>>>(in.cu_seqlens, in.T, in.N, first_group, table);
+    status = enqueue(build_group_table<kRows>, dim3(1), 1024, 0, stream, in.cu_seqlens, in.T, in.N, first_group, table);
     args.first_group = first_group;
     args.table = table;
   }
-  if (segments > 1) {
-    const cudaError_t status = launch<Mode::kMap>(args, in.H * (2 * segments - 3), stream);
-    if (status != cudaSuccess) return status;
-    sm90_kda_chain_segments<<<dim3(in.H, kWidth / kChainColumns), kWidth, 0, stream>>>(args.maps, args.entering, segments);
+  if (segments > 1 && status == cudaError_t{}) {
+    status = enqueue(sm90_kda_chunk_fwd<Mode::kMap>, dim3(in.H * (2 * segments - 3)), kThreads, kSharedBytes, stream, args);
+    if (status == cudaError_t{}) status = enqueue(sm90_kda_chain_segments, dim3(in.H, kWidth / kChainColumns), kWidth, 0, stream, args.maps, args.entering, segments);
   }
-  return launch<Mode::kOutput>(args, in.H * segments, stream);
+  return status != cudaError_t{} ? status : enqueue(sm90_kda_chunk_fwd<Mode::kOutput>, dim3(in.H * segments), kThreads, kSharedBytes, stream, args);
 }
 
 }  // namespace megamoe::kda

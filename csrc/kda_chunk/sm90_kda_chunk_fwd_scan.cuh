@@ -81,10 +81,10 @@ __device__ __forceinline__ void consume(const Arguments& args, int head, int seg
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(read);
 
-    // A copy that ptxas cannot coalesce: it serialises every product when one goes on with a slice of another's accumulators.
+    // Copied apart: ptxas serialises every product when one goes on with a slice of another's accumulators.
     float out[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) asm volatile("mov.b32 %0, %1;" : "=f"(out[i]) : "f"(read[8 + i]));
+    for (int i = 0; i < 8; ++i) out[i] = ptx::opaque_copy(read[8 + i]);
     uint32_t residual[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
