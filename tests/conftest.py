@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu") if not os.path.exists("/dev/nvidia0") else None
+if not os.path.exists("/dev/nvidia0"):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Triton kernels run in Triton's interpreter. Before anything imports triton, and not where there is a GPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 # Ranks of a test share few cores: threads that wait must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
