@@ -46,7 +46,7 @@ class ModelConfig:
     """The whole text model. `name` is what run folders and checkpoints remember it by."""
 
     name: str = "tiny"
-    vocab_size: int = 8192
+    vocab_size: int = 4096
     d_model: int = 128
     num_layers: int = 9
     full_attn_layers: list[int] = field(default_factory=lambda: [4, 8, 9])
