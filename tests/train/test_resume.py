@@ -22,7 +22,7 @@ from megamoe.parallel.distributed import free_port
 from megamoe.testing.small import small_run
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 12
+STEPS = 20
 
 
 def _start(overrides: list[str], launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen:
@@ -67,12 +67,12 @@ def _saved(run_dir: Path) -> dict:
 def test_killed_run_continues_bit_for_bit(straight):
     folder, expected = straight
     run_dir = folder / "killed"
-    overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir, checkpoint__interval_steps=3)
+    overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir, checkpoint__interval_steps=5)
     process = _start(overrides)
-    _wait_for(lambda: _rows(run_dir) >= 7, process)
+    _wait_for(lambda: _rows(run_dir) >= 11, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert (run_dir / "checkpoints" / "step_00000006").is_dir()
+    assert (run_dir / "checkpoints" / "step_00000010").is_dir()
     code, out = _finish(_start(overrides))
     assert code == 0 and "continues from" in out, out
     assert _losses(run_dir) == expected
