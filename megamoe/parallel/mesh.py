@@ -11,6 +11,8 @@ down as arguments: nothing below `train/` asks a global for its rank.
 from __future__ import annotations
 
 import datetime
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megamoe.parallel.config import ParallelConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,24 @@ def rank_grids(config: ParallelConfig, world_size: int) -> dict[str, Sequence[to
     }
 
 
+def node_crossings(config: ParallelConfig, world_size: int, ranks_per_node: int) -> list[str]:
+    """What leaves a node on this layout, one sentence an axis that should not: tp first, then cp and ep. Pure.
+
+    Ranks are numbered so that tp stays on a node as long as it fits, then cp, then ep; pipeline and data parallelism cross
+    nodes first, because they send least.
+    """
+    sentences = []
+    for axis in ("tp", "cp", "ep"):
+        rows = [[rank // ranks_per_node for rank in row.tolist()] for row in rank_grids(config, world_size)[axis]]
+        # Of the traffic between two members of a group, spread evenly, the share whose ends lie on different nodes.
+        pairs = sum(a != b for row in rows for a in row for b in row)
+        total = sum(len(row) ** 2 for row in rows)
+        if pairs:
+            fits = [d for d in range(1, ranks_per_node + 1) if ranks_per_node % d == 0 and getattr(config, axis) % d == 0]
+            sentences.append(f"parallel.{axis}={getattr(config, axis)}: groups cross nodes of {ranks_per_node} ranks, {pairs / total:.0%} of their traffic leaves the node; {axis}={max(fits)} would fit")
+    return sentences
+
+
 def build_mesh(config: ParallelConfig) -> Mesh:
     """Create every group of the layout and warm each one up.
 
@@ -134,6 +156,10 @@ def build_mesh(config: ParallelConfig) -> Mesh:
         control = dist.new_group(list(range(world_size)), timeout=timeout, backend="gloo")
     mesh = Mesh(**axes, channels=channels, control=control)
     _warm_up(groups)
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world_size)))
+    if me == 0:
+        for sentence in node_crossings(config, world_size, ranks_per_node):
+            log.warning("%s", sentence)
     return mesh
 
 

@@ -138,11 +138,12 @@ def _stir(stage: torch.nn.Module) -> None:
 def trace(case: Case) -> dict[str, Any]:
     """Train `STEPS` steps of a case on this rank. RANK, WORLD_SIZE and MASTER_* are in the environment. Collective."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dtype = torch.float64 if case.engine == "plain" else torch.float32
     deepspeed = case.engine == "deepspeed" and case.world > 1
     with process_group(torch.device("cpu"), 60, deepspeed=deepspeed), FAULTS[case.fault]() as damage:
+        # Importing DeepSpeed sets its logger's level.
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         mesh = build_mesh(case.parallel)
         stage = build_stage(case.model, case.parallel, mesh, device="cpu", recompute=case.recompute)
         damage(stage, mesh)

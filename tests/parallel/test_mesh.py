@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megamoe.parallel.config import ParallelConfig
-from megamoe.parallel.mesh import rank_grids
+from megamoe.parallel.mesh import node_crossings, rank_grids
 from megamoe.utils.errors import UserError
 
 LAYOUTS = [dict(), dict(tp=2), dict(pp=2, tp=2), dict(pp=4, tp=2), dict(pp=2, cp=2, tp=2, ep=4), dict(ep=8), dict(cp=4, ep=2)]
@@ -31,3 +31,10 @@ def test_impossible_layouts_name_what_would_work(layout, world, hint):
     with pytest.raises(UserError) as error:
         rank_grids(ParallelConfig(**layout), world)
     assert hint in str(error.value)
+
+
+def test_axes_that_fit_a_node_stay_on_it_and_others_say_what_they_cost():
+    assert node_crossings(ParallelConfig(tp=4, cp=2, ep=8, pp=2), 32, 8) == []
+    (ep,) = node_crossings(ParallelConfig(tp=2, ep=16), 32, 8)
+    assert "parallel.ep=16" in ep and "50%" in ep and "ep=8 would fit" in ep
+    assert [s.split("=")[0] for s in node_crossings(ParallelConfig(tp=4, cp=4), 16, 8)] == ["parallel.cp"]
