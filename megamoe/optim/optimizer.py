@@ -47,6 +47,7 @@ class Optimizer:
 
     def __init__(self, engines: dict[str, PlainEngine | DeepSpeedEngine], muons: dict[str, Muon], clip_norm: float, world: Axis):
         self.engines, self.muons, self.clip_norm, self.world = engines, muons, clip_norm, world
+        self.on_phase: Callable[[str], None] = lambda phase: None
         self.sides = {f"engine.{k}": v for k, v in engines.items()} | {f"muon.{k}": v for k, v in muons.items()}
 
     @contextlib.contextmanager
@@ -59,8 +60,10 @@ class Optimizer:
 
     def reduce(self) -> torch.Tensor:
         """Sum the gradients of all sides; returns their global norm, float64 scalar on the device. Collective."""
-        for side in self.sides.values():
+        for name, side in self.sides.items():
+            self.on_phase(f"reduction of gradients, {name}")
             side.reduce()
+        self.on_phase("gradient norm")
         square = torch.stack([side.squared_norm() for side in self.sides.values()]).sum()
         if self.world.group is not None:
             dist.all_reduce(square, group=self.world.group)
@@ -80,7 +83,8 @@ class Optimizer:
         scale = torch.ones_like(norm)
         if self.clip_norm > 0:
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        for side in self.sides.values():
+        for name, side in self.sides.items():
+            self.on_phase(f"update of weights, {name}")
             side.step(lr, scale)
         return Update(value, skipped=False)
 

@@ -63,6 +63,7 @@ class Pipeline:
         plan: how layers fall into chunks.
 
     Attributes:
+        on_phase: told what comes next, in words, before every forward and backward (see `watch.py`).
         bytes_sent: bytes this rank has sent over each boundary, forward and backward counted alike, since construction.
     """
 
@@ -70,6 +71,7 @@ class Pipeline:
         self.stage, self.plan, self.mesh = stage, plan, mesh
         self.chunks = plan.chunks_of(mesh.pp.rank)
         self.bytes_sent = {"F": [0] * (plan.num_chunks - 1), "B": [0] * (plan.num_chunks - 1)}
+        self.on_phase: Callable[[str], None] = lambda phase: None
         self._sends: list[tuple[dist.Work, torch.Tensor]] = []
         self._flights: dict[int, Flight] = {}
 
@@ -95,6 +97,7 @@ class Pipeline:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         orders = one_f_one_b(self.mesh.pp.size, len(batches), self.plan.num_chunks // self.mesh.pp.size)
         for action in orders[self.mesh.pp.rank]:
+            self.on_phase(f"{'forward' if action.kind == 'F' else 'backward'} of micro-batch {action.micro}, chunk {action.chunk}")
             if action.kind == "F":
                 loss_sum += self._forward(action, batches[action.micro], 1.0 / max(1, num_tokens))
             else:

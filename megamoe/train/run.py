@@ -86,7 +86,8 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     if monitor:
         monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step))
         _write_reference_lines(config, train, heldout, run_dir, monitor)
-    summary = trainer.fit()
+    with trainer.watch.explained():
+        summary = trainer.fit()
     if monitor:
         monitor.finish(summary | _plot(run_dir))
     return 0

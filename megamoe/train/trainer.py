@@ -20,6 +20,7 @@ from megamoe.optim.schedule import learning_rate
 from megamoe.parallel.mesh import Mesh
 from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import gather_whole, load_whole
+from megamoe.parallel.watch import Watch
 from megamoe.train.config import Config
 from megamoe.train.step import StepResult, evaluate, step_counts, train_step
 from megamoe.utils.device import peak_flops
@@ -52,6 +53,8 @@ class Trainer:
         self.train_data, self.heldout = train, heldout
         self.store, self.monitor, self.stop, self.meta = store, monitor, stop, meta
         self.progress = Progress()
+        self.watch = Watch(mesh, config.parallel.timeout_s)
+        pipeline.on_phase = optimizer.on_phase = lambda phase: self.watch(f"step {self.progress.step + 1}: {phase}")
         self.saved_step: int | None = None
         self.last_evaluation: dict[str, float] = {}
         with torch.device("meta"):
@@ -78,6 +81,7 @@ class Trainer:
                 if t.max_minutes and time.monotonic() - started > 60 * t.max_minutes:
                     self.stop.ask(f"train.max_minutes={t.max_minutes}")
                 begin = time.perf_counter()
+                self.watch(f"step {self.progress.step + 1}: data and token counts")
                 micro = next(batches)
                 num_tokens, num_bytes, stopped = step_counts(micro, bool(self.stop), self.mesh)
                 if stopped:

@@ -1,0 +1,104 @@
+"""When one rank stops answering, the others time out in some collective, and each blames a different one. This says who.
+
+Every rank writes what it is about to do, and when, into the process group's store, where it can be read without the
+silent rank's help. When a rank's collective fails, it waits a moment, reads all ranks' notes, and tells apart those that
+failed too (victims) from those that never noticed (the hung or dead ones).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from megamoe.parallel.mesh import Mesh
+
+# How long a failed rank waits for the other victims to time out as well.
+GRACE_S = 3.0
+
+
+class HungRank(RuntimeError):
+    """A collective failed because some rank did not take part in it; the message names rank, groups, phase and operation."""
+
+
+class Watch:
+    """This rank's notes. Call it with a few words before each phase: `watch("forward of micro-batch 3, chunk 1")`.
+
+    One small write to the store per phase and rank. With one process nothing is written.
+
+    Args:
+        timeout_s: of the groups. Rank 0, in whose process the store lives, stays for so long after a failure of its own:
+            other victims may have begun to wait later and still need the notes.
+    """
+
+    def __init__(self, mesh: Mesh, timeout_s: float):
+        self.mesh, self.timeout_s = mesh, timeout_s
+        self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and mesh.world.size > 1 else None
+        self._phase = "start"
+
+    def __call__(self, phase: str) -> None:
+        self._phase = phase
+        self._write(phase, failed=False)
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn a failed collective inside into `HungRank`.
+
+        Raises:
+            HungRank: with the original error as its cause.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._store is None or not _is_communication(error):
+                raise
+            self._write(self._phase, failed=True)
+            raise HungRank(self._explain(error)) from error
+
+    def _write(self, phase: str, *, failed: bool) -> None:
+        if self._store is not None:
+            # The store lives with rank 0: when that rank is gone there is nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_key(self.mesh.world.rank), json.dumps([time.time(), phase, failed]))
+
+    def _explain(self, error: RuntimeError) -> str:
+        deadline = time.monotonic() + GRACE_S + (self.timeout_s if self.mesh.world.rank == 0 else 0)
+        notes = self._read()
+        while time.monotonic() < deadline and sum(not failed for _, _, failed in notes.values()) > 1:
+            time.sleep(0.2)
+            notes = self._read()
+        mine = f"rank {self.mesh.world.rank} waited in «{self._phase}» ({str(error).strip().splitlines()[0][:200]})"
+        if not notes:
+            return f"rank 0, which keeps the notes of all ranks, is gone; {mine}"
+        silent = [
+            f"rank {rank} ({self._groups(rank)}) did not answer: last seen in «{phase}», {time.time() - when:.0f} s ago"
+            for rank, (when, phase, failed) in sorted(notes.items()) if not failed
+        ]  # fmt: skip
+        return "; ".join([*(silent or ["every rank noticed a failed collective: a connection broke"]), mine])
+
+    def _read(self) -> dict[int, tuple[float, str, bool]]:
+        notes = {}
+        with contextlib.suppress(RuntimeError):
+            for rank in range(self.mesh.world.size):
+                if self._store.check([_key(rank)]):
+                    notes[rank] = tuple(json.loads(self._store.get(_key(rank))))
+        return notes
+
+    def _groups(self, rank: int) -> str:
+        """The groups of mine in which that rank is, by axis."""
+        shared = [f"{axis} {list(getattr(self.mesh, axis).ranks)}" for axis in ("pp", "dp", "cp", "tp", "ep", "edp") if getattr(self.mesh, axis).size > 1 and rank in getattr(self.mesh, axis).ranks]
+        return ", ".join(shared) or "no group of mine but the world"
+
+
+def _key(rank: int) -> str:
+    return f"megamoe/phase/{rank}"
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return any(word in text for word in ("gloo", "Timed out", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe"))
