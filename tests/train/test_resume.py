@@ -98,17 +98,9 @@ def test_signals_finish_the_step_save_and_exit_zero(straight):
 
 
 def _ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Pids of the ranks that a launcher started: our entry point run by Python, in the launcher's process group."""
-    found = []
-    for proc in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (proc / "cmdline").read_bytes().split(b"\0")
-            if os.getpgid(int(proc.name)) == launcher.pid and b"launch/pretrain.py" in words and not any(w in words for w in (b"--nproc-per-node=2", b"--num_accelerators")):
-                if not any(b"deepspeed.launcher" in w for w in words):
-                    found.append(int(proc.name))
-        except (OSError, ValueError):
-            continue
-    return found
+    """Pids of the ranks: the launcher's own children that run our entry point."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"launch/pretrain.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
