@@ -26,8 +26,9 @@ if __name__ == "__main__" and sys.path and Path(sys.path[0] or ".").resolve() ==
     sys.path[0] = _ROOT
 
 from launch import environment  # noqa: E402
-from megamoe.utils.errors import UserError  # noqa: E402
+from megamoe.utils.errors import RunFailed, UserError  # noqa: E402
 
+EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
@@ -69,6 +70,9 @@ def main(argv: list[str], environ=os.environ) -> int:
         return pretrain(config, redact(schema.to_dict(config)))
     except UserError as error:
         return complain(error, rank, world_size, only_here=True)
+    except RunFailed as error:
+        print(f"megamoe: rank {rank}: {error}; start the same command again to resume from the last checkpoint", file=sys.stderr, flush=True)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from megamoe.parallel.mesh import Mesh
+from megamoe.utils.errors import RunFailed
 
 # How long a failed rank waits for the other victims to time out as well.
 GRACE_S = 3.0
 
 
-class HungRank(RuntimeError):
+class HungRank(RunFailed):
     """A collective failed because some rank did not take part in it; the message names rank, groups, phase and operation."""
 
 

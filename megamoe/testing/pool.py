@@ -15,6 +15,9 @@ import torch.multiprocessing as mp
 from megamoe.parallel.distributed import free_port
 
 
+RUNS_PER_PROCESS = 16
+
+
 class RankPool:
     """Up to `size` processes, each a rank of whatever run comes next. A context manager; leaving it ends them.
 
@@ -24,6 +27,7 @@ class RankPool:
 
     def __init__(self, size: int):
         self.size = size
+        self._runs = 0
         self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
         self._results = self._context.Queue()
@@ -43,6 +47,11 @@ class RankPool:
             RuntimeError: a rank raised (its traceback is in the message) or did not finish in time.
         """
         assert world_size <= self.size, f"{world_size} ranks of a pool of {self.size}"
+        # gloo keeps the threads of process groups that are gone: after a hundred layouts they were thousands, all polling.
+        self._runs += 1
+        if self._runs > RUNS_PER_PROCESS:
+            self.stop()
+            self._runs = 1
         while len(self._workers) < world_size:
             inbox = self._context.Queue()
             process = self._context.Process(target=_serve, args=(inbox, self._results), daemon=True)

@@ -10,6 +10,10 @@ class UserError(ValueError):
     """Bad input from outside: printed as one line, exit code 2, no traceback. Our own bugs stay ordinary exceptions."""
 
 
+class RunFailed(RuntimeError):
+    """A run that ended through a fault outside of it, such as a dead or hung rank: one line, exit code 1, no traceback."""
+
+
 def check(condition: bool, key: str, value: object, way_out: str) -> None:
     """Raise `UserError("key=value: way out")` unless `condition` holds."""
     if not condition:
