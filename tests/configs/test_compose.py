@@ -120,7 +120,7 @@ MISTAKES = {
     "train.precision=float64": ["train.precision=float64", "bf16, fp32, fp64"],
     "train.seq_len=0": ["train.seq_len=0", "at least 1"],
     "train.seq_len=-8": ["train.seq_len=-8", "at least 1"],
-    "train.seq_len=1000": ["train.global_batch_tokens=2048", "multiple of train.seq_len=1000", "2000 would work"],
+    "train.seq_len=1000": ["train.global_batch_tokens=4096", "multiple of train.seq_len=1000", "4000 would work"],
     "optim.lr=-1e-3": ["optim.lr=-0.001", "zero or above"],
     "optim.lr=nan": ["optim.lr=nan", "finite"],
     "optim.lr=inf": ["optim.lr=inf", "finite"],
@@ -189,7 +189,7 @@ def test_world_size_must_fit_the_layout():
         config.validate(world_size=6)
     with pytest.raises(UserError, match="tp·pp·cp = 2 does not divide"):
         config.validate(world_size=3)
-    with pytest.raises(UserError, match="global_batch_tokens=2048.*would work"):
+    with pytest.raises(UserError, match="global_batch_tokens=4096.*would work"):
         compose([]).validate(world_size=3)
 
 
