@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from megamoe.parallel.mesh import Mesh
@@ -81,6 +81,7 @@ class CheckpointStore:
                     json.dump(state, f, indent=1)
                     f.flush()
                     os.fsync(f.fileno())
+                _fsync_folder(partial)
                 if final.exists():
                     shutil.rmtree(final)
                 os.rename(partial, final)
@@ -97,7 +98,8 @@ class CheckpointStore:
             raise
         if first:
             for old in self.complete()[: -self.keep_last]:
-                shutil.rmtree(old, ignore_errors=True)
+                if old != final:  # a run that went back in time: what it just wrote is not the oldest to it
+                    shutil.rmtree(old, ignore_errors=True)
         return final
 
     def complete(self) -> list[Path]:
@@ -156,6 +158,8 @@ def read_state(path: Path) -> dict:
         version = int(meta["format_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"run.resume={path}: {STATE} cannot be read ({error}); the checkpoint is damaged, resume from another") from None
+    missing = sorted({"step", "world_size", "layout", "files", "identity", "progress", "config"} - meta.keys())
+    check(not missing or version > FORMAT_VERSION, "run.resume", path, f"{STATE} lacks {', '.join(missing)}; the checkpoint is damaged, resume from another")
     check(version <= FORMAT_VERSION, "run.resume", path, f"has format version {version}, this program reads up to {FORMAT_VERSION}; update megamoe")
     return meta
 
@@ -172,9 +176,18 @@ def read_model(path: Path) -> dict[str, torch.Tensor]:
 
 
 def model_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the stored model, from the header alone."""
-    with safe_open(Path(path) / MODEL, framework="pt") as f:
-        return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}
+    """Names and shapes of the stored model, from the header alone.
+
+    Raises:
+        UserError: no model file, or one whose header cannot be read.
+    """
+    file = Path(path) / MODEL
+    check(file.is_file(), "run.resume", file, "is missing; the checkpoint is damaged, resume from another")
+    try:
+        with safe_open(file, framework="pt") as f:
+            return {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"run.resume={file}: cannot be read ({error}); the file is damaged, resume from another checkpoint") from None
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor]) -> str:

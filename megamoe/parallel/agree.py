@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.parallel.mesh import Mesh
-from megamoe.utils.errors import UserError
+from megamoe.utils.errors import RunFailed, UserError
 
 
 def gather(mesh: Mesh, value: Any) -> list[Any]:
@@ -22,15 +22,25 @@ def gather(mesh: Mesh, value: Any) -> list[Any]:
 
 
 def on_every_rank(mesh: Mesh, action: Callable[[], Any]) -> Any:
-    """Run an action on every rank; a UserError on any of them is raised on all, the lowest rank's first. Collective."""
-    result, problem = None, None
+    """Run an action on every rank; what one of them raises ends all. Collective; the action itself must not be.
+
+    Raises:
+        UserError: on every rank, the lowest rank's first.
+        RunFailed: on ranks where the action went well while another rank met an error of another kind, which that rank raises.
+    """
+    result, problem, own = None, None, None
     try:
         result = action()
     except UserError as error:
-        problem = str(error)
+        problem = (True, str(error))
+    except Exception as error:
+        problem, own = (False, f"rank {mesh.world.rank}: {type(error).__name__}: {error}"), error
     problems = [p for p in gather(mesh, problem) if p]
+    if own is not None:
+        raise own
     if problems:
-        raise UserError(problems[0])
+        by_user, text = problems[0]
+        raise UserError(text) if by_user else RunFailed(text)
     return result
 
 
@@ -49,13 +59,19 @@ def sum_counts(mesh: Mesh, counts: Sequence[int]) -> list[int]:
     return total.tolist()
 
 
-def same_everywhere(mesh: Mesh, config: dict) -> None:
-    """Compare the resolved configuration of all ranks. Collective.
+def same_everywhere(config: dict) -> None:
+    """Compare the resolved configuration of all ranks. Collective over the default group: ranks that differ in their layout
+    could not even build a mesh together.
 
     Raises:
         UserError: names the first key that differs, its values and the ranks that hold them.
     """
-    reference, *others = gather(mesh, dict(_flatten(config)))
+    flat = dict(_flatten(config))
+    everyone = [flat]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, flat)
+    reference, *others = everyone
     for rank, other in enumerate(others, start=1):
         for key in sorted(reference.keys() | other.keys()):
             mine, theirs = reference.get(key), other.get(key)

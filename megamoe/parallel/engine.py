@@ -158,7 +158,10 @@ class DeepSpeedEngine:
             norm = get_global_norm_of_tensors(optimizer.get_grads_for_norm()[0], mpu=optimizer.mpu)
         else:
             norm = optimizer.scaled_global_norm()
-        return (torch.as_tensor(norm, dtype=torch.float64) * self.axis.size).square() / self.axis.size
+        norm = torch.as_tensor(norm, dtype=torch.float64)
+        # DeepSpeed masks a norm that is not finite with -1; squared, that would pass for a small gradient.
+        norm = torch.where(norm < 0, torch.inf, norm)
+        return (norm * self.axis.size).square() / self.axis.size
 
     def step(self, lr: float, grad_scale: torch.Tensor) -> None:
         self._scale = grad_scale * self.axis.size

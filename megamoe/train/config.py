@@ -107,7 +107,7 @@ class RunConfig:
     Attributes:
         dir: the run folder: resolved config, checkpoints, metrics.jsonl, plots. One writer at a time.
         resume: `auto` continues the newest complete checkpoint of `dir`, `never` refuses a folder that has one, or a path.
-        allow_change: names of things a resume may differ in: `tokenizer`, `vocabulary`, `blend`.
+        allow_change: names of things a resume may differ in: `tokenizer` (its vocabulary with it), `blend`, `order`.
     """
 
     dir: str = "runs/default"
@@ -116,8 +116,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.dir), "run.dir", repr(self.dir), "must name a folder")
-        unknown = sorted(set(self.allow_change) - {"tokenizer", "vocabulary", "blend"})
-        check(not unknown, "run.allow_change", unknown, "may name only: tokenizer, vocabulary, blend")
+        unknown = sorted(set(self.allow_change) - {"tokenizer", "blend", "order"})
+        check(not unknown, "run.allow_change", unknown, "may name only: tokenizer, blend, order")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megamoe.checkpoint.store import MODEL, CheckpointStore, model_shapes, read_state
+from megamoe.checkpoint.store import CheckpointStore, model_shapes, read_state
 from megamoe.data.baselines import reference_bits_per_byte
 from megamoe.data.dataset import WindowDataset, build_datasets
 from megamoe.model.flops import count_parameters
@@ -60,8 +60,8 @@ def pretrain(config: Config, resolved: dict) -> int:
         torch.set_flush_denormal(True)
     deepspeed = config.engine.kind is EngineKind.deepspeed
     with stop_signals() as stop, process_group(device, config.parallel.timeout_s, deepspeed=deepspeed):
+        same_everywhere(resolved)
         mesh = build_mesh(config.parallel)
-        same_everywhere(mesh, resolved)
         with _run_folder(config, mesh, resolved) as (run_dir, run_id), _out_of_memory(config, device):
             return _train(config, resolved, mesh, device, run_dir, run_id, stop, deepspeed=deepspeed)
 
@@ -77,15 +77,25 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     model = build_model(config, mesh, device)
     optimizer = build_optimizer(model, config.optim, mesh, deepspeed=deepspeed, bucket_elements=config.engine.reduce_bucket_elements)
 
-    restored_step = read_state(resume_from)["step"] if resume_from else 0
-    monitor = Monitor(config.monitor, run_dir, resolved, run_id, restored_step=restored_step) if mesh.world.rank == 0 else None
+    monitors: list[Monitor] = []  # rank 0's one; made under agreement, because its folder may be full
+
+    def open_monitor() -> None:
+        restored_step = read_state(resume_from)["step"] if resume_from else 0
+        monitors.append(Monitor(config.monitor, run_dir, resolved, run_id, restored_step=restored_step))
+
+    on_first_rank(mesh, open_monitor)
+    monitor = monitors[0] if monitors else None
     trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
     if resume_from:
-        on_every_rank(mesh, lambda: trainer.restore(resume_from))
-    on_first_rank(mesh, lambda: _writable_dir(run_dir, lambda: str(train.tokenizer.save(run_dir / "run"))))
-    if monitor:
+        # Reading may fail on one rank and is agreed on; restoring is collective itself and comes after.
+        trainer.restore(*on_every_rank(mesh, lambda: store.load(resume_from)))
+
+    def introduce() -> None:
+        train.tokenizer.save(run_dir / "run")
         monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step))
         _write_reference_lines(config, train, heldout, run_dir, monitor)
+
+    on_first_rank(mesh, lambda: _writable_dir(run_dir, introduce))
     with trainer.watch.explained():
         summary = trainer.fit()
     if monitor:
@@ -126,6 +136,8 @@ def _resume_path(config: Config, store: CheckpointStore) -> Path | None:
     path = latest if wanted == "auto" else Path(wanted)
     if path is not None:
         read_state(path)
+        newer = [p.name for p in store.complete() if p.parent.samefile(path.parent) and p.name > path.name]
+        check(not newer, "run.resume", path, f"is older than {', '.join(newer)} in the same folder, which the next resume would take; choose another run.dir, or move those away")
     return path
 
 
@@ -137,13 +149,15 @@ def _same_run(config: Config, resume_from: Path | None, identity: dict[str, str]
     with torch.device("meta"):
         expected = {k: tuple(v.shape) for k, v in Transformer(config.model).state_dict().items()}
     found = model_shapes(resume_from)
-    check((resume_from / MODEL).is_file(), "run.resume", resume_from, "holds no model")
     for name in sorted(expected.keys() | found.keys()):
         check(expected.get(name) == found.get(name), "run.dir", config.run.dir,
               f"holds a checkpoint of another model ({name}: {found.get(name)} there, {expected.get(name)} here); use its model=… or another run.dir")
-    for what, key in (("tokenizer", "tokenizer"), ("blend", "blend")):
-        check(meta["identity"].get(key) == identity[key] or what in config.run.allow_change, "run.resume", resume_from,
-              f"was trained with another {what}; restore it, or say run.allow_change=[{what}] if that is meant")
+    for what in ("tokenizer", "order", "blend"):
+        check(meta["identity"].get(what) == identity[what] or what in config.run.allow_change, "run.resume", resume_from,
+              f"was trained with another {what}{' of samples (train.seq_len, seed, packing)' if what == 'order' else ''}; restore it, or say run.allow_change=[{what}] if that is meant")
+    for section, key, value in (("engine", "kind", config.engine.kind), ("optim", "kind", config.optim.kind), ("train", "precision", config.train.precision)):
+        before = meta["config"].get(section, {}).get(key)
+        check(before == value.value, f"{section}.{key}", value.value, f"the checkpoint {resume_from} was written with {before}; its optimizer state fits no other")
 
 
 @contextlib.contextmanager

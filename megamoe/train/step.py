@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.data.batch import Batch
+from megamoe.layers.router import Router
 from megamoe.layers.balance import BalanceReport, update_router_biases
 from megamoe.optim.optimizer import Optimizer, Update
 from megamoe.parallel.agree import sum_counts
@@ -58,6 +59,12 @@ def train_step(pipeline: Pipeline, optimizer: Optimizer, batches: list[Batch], l
     """
     loss_sum = pipeline.step(batches, num_tokens=num_tokens, micro_batch=optimizer.micro_batch)
     update = optimizer.step(lr)
+    if update.skipped:
+        # Scores of a forward that was not finite must not move the biases either.
+        for module in pipeline.stage.modules():
+            if isinstance(module, Router):
+                module.reset_stats()
+        return StepResult(loss_sum, num_tokens, num_bytes, update, None)
     return StepResult(loss_sum, num_tokens, num_bytes, update, balance_routers(pipeline))
 
 

@@ -17,6 +17,7 @@ from megamoe.model.transformer import Transformer
 from megamoe.monitor import Monitor
 from megamoe.optim.optimizer import Optimizer
 from megamoe.optim.schedule import learning_rate
+from megamoe.parallel.agree import on_first_rank
 from megamoe.parallel.mesh import Mesh
 from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import gather_whole, load_whole
@@ -95,11 +96,12 @@ class Trainer:
                 self._after_step(result, lr, begin)
         finally:
             loader.close()
-        summary = {"steps": self.progress.step, "stopped": self.stop.reason or "" if stopped else "", "seconds": round(time.monotonic() - started, 1)}
+        summary = {"steps": self.progress.step, "stopped": self.stop.reason or "another rank was asked to" if stopped else "", "seconds": round(time.monotonic() - started, 1)}
         if not stopped:
             # A polite stop has seconds, not minutes: it saves at once and leaves evaluation to the next start.
             summary |= self.last_evaluation or self._evaluate()
-        if self.saved_step != self.progress.step and self.progress.step > started_step or not self.store.latest():
+        never_saved = on_first_rank(self.mesh, lambda: self.store.latest() is None)
+        if self.saved_step != self.progress.step and self.progress.step > started_step or never_saved:
             self._save(last=True)
         return summary
 
@@ -175,9 +177,8 @@ class Trainer:
         if self.monitor:
             self.monitor.event("saved", str(path))
 
-    def restore(self, path) -> None:
-        """Continue exactly from a checkpoint folder of the same layout. Raises UserError for a damaged or foreign one."""
-        model, state, meta = self.store.load(path)
+    def restore(self, model: dict[str, torch.Tensor], state: dict[str, torch.Tensor], meta: dict) -> None:
+        """Continue exactly from what `CheckpointStore.load` read on the same layout. Collective."""
         load_whole(self.model, model)
         self.optimizer.load_state_tensors({k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")})
         torch.set_rng_state(state["rng.cpu"])

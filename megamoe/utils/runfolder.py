@@ -7,6 +7,7 @@ process that now has the same pid.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -63,9 +64,12 @@ class RunFolder:
                 seen = json.loads(record.read_text())
             except (OSError, ValueError):
                 continue
-            if seen.get("host") == socket.gethostname() and start_time(seen["pid"]) == seen["start"] and seen["pid"] != os.getpid():
-                os.kill(seen["pid"], signal.SIGKILL)
-                killed.append(seen["pid"])
+            pid, start = seen.get("pid"), seen.get("start")
+            # Without /proc there is no start time, and then no way to tell an orphan from a stranger with its pid.
+            if seen.get("host") == socket.gethostname() and start is not None and start_time(pid) == start and pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
             record.unlink(missing_ok=True)
         return killed
 

@@ -143,7 +143,7 @@ MISTAKES = {
     "optim@model=sgd": ["optim@model=sgd", "optim=sgd"],
     "optim.lr=${optim.nope}": ["optim.lr=${optim.nope}", "nope"],
     "optim.lr=${oc.env:MEGAMOE_NOT_SET}": ["MEGAMOE_NOT_SET"],
-    "run.allow_change=[weights]": ["run.allow_change", "tokenizer, vocabulary, blend"],
+    "run.allow_change=[weights]": ["run.allow_change", "tokenizer, blend, order"],
 }
 
 

@@ -81,11 +81,33 @@ CASES = {
 }
 
 
+def _poisoned(mesh, deepspeed: bool, dtype: torch.dtype):
+    """A step whose AdamW-side gradient is NaN on the last rank alone, then a good one."""
+    model = Toy(dtype)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.05, clip_norm=0.5), mesh, deepspeed=deepspeed, bucket_elements=1000)
+    before = {k: v.detach().clone() for k, v in model.named_parameters()}
+    updates = []
+    for poison in (True, False):
+        hook = model.vector.register_hook(lambda g: g * float("nan")) if poison and mesh.world.rank == mesh.world.size - 1 else None
+        for i in range(mesh.dp.rank, SAMPLES, mesh.dp.size):
+            with optimizer.micro_batch():
+                (model(_sample(i).to(dtype)) / SAMPLES).backward()
+        updates.append(optimizer.step(0.05))
+        if hook is not None:
+            hook.remove()
+        if poison:
+            unchanged = all(torch.equal(v, before[k]) for k, v in model.named_parameters())
+    return updates[0].skipped, unchanged, updates[1].skipped, updates[1].grad_norm, {k: v.detach().clone() for k, v in model.named_parameters()}
+
+
+POISONED = {"plain fp32": (False, FP32), "deepspeed fp32": (True, FP32), "deepspeed bf16": (True, BF16)}
+
+
 def _all_cases():
     torch.set_num_threads(1)
     with process_group(torch.device("cpu"), 60, deepspeed=True):
         mesh = build_mesh(ParallelConfig())
-        return {name: _train(mesh, *case) for name, case in CASES.items()}
+        return {name: _train(mesh, *case) for name, case in CASES.items()} | {f"poisoned {name}": _poisoned(mesh, *case) for name, case in POISONED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +157,13 @@ def test_restored_optimizer_continues_bit_for_bit(results, world_size, case):
         straight, resumed = rank[case], rank[case + " restarted"]
         assert straight[0] == resumed[0]
         assert all(torch.equal(p, q) for p, q in zip(straight[1].values(), resumed[1].values(), strict=True))
+
+
+@pytest.mark.parametrize("case", POISONED)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank_and_side(results, world_size, case):
+    for rank in results[world_size]:
+        skipped, unchanged, skipped_next, norm, params = rank[f"poisoned {case}"]
+        assert skipped and unchanged
+        assert not skipped_next and 0 < norm < float("inf")
+        assert all(p.isfinite().all() for p in params.values())

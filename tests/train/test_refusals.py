@@ -60,6 +60,12 @@ CASES = {
     "torn state": (lambda run: _state(run).write_text("{"), {}, ["state.json", "damaged"]),
     "corrupt byte": (lambda run: _flip(_state(run).parent / "rank_00000.safetensors"), {}, ["hash", "damaged"]),
     "missing file": (lambda run: (_state(run).parent / "rank_00000.safetensors").unlink(), {}, ["missing"]),
+    "missing model": (lambda run: (_state(run).parent / "model.safetensors").unlink(), {}, ["model.safetensors", "missing"]),
+    "torn model": (lambda run: (_state(run).parent / "model.safetensors").write_bytes(b"torn"), {}, ["model.safetensors", "damaged"]),
+    "another window": (lambda run: None, {"train__seq_len": 32}, ["order", "train.seq_len"]),
+    "another optimizer": (lambda run: None, {"optim": "adamw"}, ["optim.kind=adamw", "muon"]),
+    "another engine": (lambda run: None, {"engine": "deepspeed"}, ["engine.kind=deepspeed", "plain"]),
+    "an older one": (lambda run: shutil.copytree(_state(run).parent, _state(run).parent.with_name("step_00000009")), {"run__resume": "OLDER"}, ["step_00000009", "run.dir"]),
     "another model": (lambda run: None, {"model__d_model": 48}, ["another model"]),
     "another blend": (lambda run: None, {"data__holdout_fraction": 0.3}, ["blend", "run.allow_change"]),
     "never resume": (lambda run: None, {"run__resume": "never"}, ["run.resume=never"]),
@@ -78,6 +84,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_training(trained, tmp_
     damage, values, words = CASES[case]
     run_dir = _copy(trained, tmp_path)
     damage(run_dir)
+    values = {k: _state(run_dir).parent if v == "OLDER" else v for k, v in values.items()}
     before = sorted(p.name for p in (run_dir / "checkpoints").iterdir())
     code, out = _run(small_run(trained, **{"train__num_steps": 4, "engine": "plain", "run__dir": run_dir} | values))
     _refused(out, code, *words)
