@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ _KIMI_SPLIT = "|".join(
 )
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What the data plane needs of a tokenizer. Text never becomes a special token: `<|endoftext|>` in a document is text.
 
     Attributes:
@@ -64,21 +65,21 @@ class Tokenizer:
         """Ids of one text, (n,) int32."""
         return self.encode_batch([text])[0]
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, int32, on all cores that RAYON_NUM_THREADS allows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens are left out, bytes that are no UTF-8 become U+FFFD."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bytes_per_token_V(self) -> np.ndarray:
         """(V,) int32: bytes of text each id stands for; 0 for special tokens and unused ids."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, path_stem: Path) -> Path:
         """Copy the tokenizer's file to path_stem + its suffix, from where `load_tokenizer` reads it again."""
-        raise NotImplementedError
 
 
 class _HuggingFaceTokenizer(Tokenizer):
