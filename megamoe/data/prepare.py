@@ -13,6 +13,7 @@ import fcntl
 import json
 import logging
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
@@ -176,8 +177,15 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
     with concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (stem, tokenizer.special_tokens, tokenizer.eod_token, os.getpid())
     ) as pool:
-        running = {pool.submit(_encode_job_in_worker, job, shard, text_key): job for shard, job in todo.items()}
         try:
+            # Submitting is what spawns: workers inherit the blocked Ctrl-C, or one that is still importing would die with a traceback.
+            # The tracker is started first, because its start unblocks the signal.
+            multiprocessing.resource_tracker.ensure_running()
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                running = {pool.submit(_encode_job_in_worker, job, shard, text_key): job for shard, job in todo.items()}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for future in concurrent.futures.as_completed(running):
                 future.result()
                 on_bytes(input_bytes(running[future]))
