@@ -154,8 +154,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def export(launch: Launch, environ: MutableMapping[str, str], *, port_timeout_s: float = 60.0) -> None:
+def export(launch: Launch, environ: MutableMapping[str, str], *, ranks_per_device: int = 1, port_timeout_s: float = 60.0) -> None:
     """Write what torch.distributed, DeepSpeed and OpenMP read. Call once, before torch is imported.
+
+    LOCAL_RANK becomes the number of the device: torch and DeepSpeed read it as that and as nothing else. With
+    `ranks_per_device` N, local ranks 0 to N-1 share device 0, the next N device 1. NCCL allows this from 2.30 on, if told.
 
     What somebody has set stays. OMP_NUM_THREADS is this process's share of the usable cores: torch's default, all cores
     in every rank, makes eight ranks several times slower than one. OMP_WAIT_POLICY is passive: by default OpenMP's
@@ -165,7 +168,10 @@ def export(launch: Launch, environ: MutableMapping[str, str], *, port_timeout_s:
     """
     port = launch.master_port or (free_port() if launch.world_size == 1 else _agree_on_port(launch, port_timeout_s))
     environ["RANK"] = str(launch.rank)
-    environ["LOCAL_RANK"] = str(launch.local_rank)
+    environ["LOCAL_RANK"] = str(launch.local_rank // ranks_per_device)
+    if ranks_per_device > 1:
+        environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        environ.setdefault("NCCL_NVLS_ENABLE", "0")
     environ["WORLD_SIZE"] = str(launch.world_size)
     environ.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
     environ["MASTER_ADDR"] = launch.master_addr

@@ -57,7 +57,7 @@ def main(argv: list[str], environ=os.environ) -> int:
                 print(config_text(overrides, config, resolve=flags.resolve), end="")
             return 0
         config.validate(launch.world_size)
-        environment.export(launch, environ)
+        environment.export(launch, environ, ranks_per_device=config.parallel.ranks_per_device)
         hold_sigterm(False)
         environment.choose_accelerator(config.train.device.name, environ)
     except UserError as error:

@@ -16,14 +16,18 @@ from megamoe.utils.errors import check
 def pick_device(wanted: str) -> torch.device:
     """`cpu`, `cuda` or `auto` to this rank's device; sets it as the current one.
 
+    LOCAL_RANK is the device's number: `launch/environment.py` has divided it by parallel.ranks_per_device.
+
     Raises:
-        UserError: `cuda` on a machine without a usable GPU.
+        UserError: `cuda` on a machine without a usable GPU, or more local ranks than devices.
     """
     available = torch.cuda.is_available()
     check(wanted != "cuda" or available, "train.device", "cuda", "torch sees no GPU here; use train.device=cpu, or auto to take what there is")
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    check(index < count, "LOCAL_RANK", index, f"this machine has {count} GPU(s): start that many ranks here, or let several share one with parallel.ranks_per_device")
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

@@ -108,6 +108,36 @@ def test_export_gives_a_free_port_and_a_share_of_the_cores():
     assert many["OMP_NUM_THREADS"] == "1"
 
 
+def test_ranks_per_device_makes_local_rank_the_number_of_the_device():
+    """torch, DeepSpeed and pick_device read LOCAL_RANK as the device, so it is divided before torch is imported."""
+    devices = []
+    for local_rank in range(4):
+        env: dict[str, str] = {"NCCL_NVLS_ENABLE": "1"}
+        export(Launch("torchrun", local_rank, local_rank, 4, 4, "127.0.0.1", 4000), env, ranks_per_device=2)
+        devices.append(env["LOCAL_RANK"])
+        assert (env["RANK"], env["LOCAL_WORLD_SIZE"], env["NCCL_MULTI_RANK_GPU_ENABLE"], env["NCCL_NVLS_ENABLE"]) == (str(local_rank), "4", "1", "1")
+    assert devices == ["0", "0", "1", "1"]
+    plain: dict[str, str] = {}
+    export(Launch("torchrun", 1, 1, 4, 4, "127.0.0.1", 4000), plain)
+    assert plain["LOCAL_RANK"] == "1" and "NCCL_MULTI_RANK_GPU_ENABLE" not in plain
+
+
+def test_more_local_ranks_than_gpus_is_refused(monkeypatch):
+    import torch
+
+    from megamoe.parallel.distributed import pick_device
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pick_device("auto") == torch.device("cuda", 1) and chosen == [torch.device("cuda", 1)]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match=r"LOCAL_RANK=2: this machine has 2 GPU\(s\).*parallel.ranks_per_device"):
+        pick_device("auto")
+
+
 def test_a_container_quota_cuts_the_cores(tmp_path):
     quota = tmp_path / "cpu.max"
     quota.write_text("100000 100000\n")
