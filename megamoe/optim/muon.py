@@ -4,7 +4,8 @@ A *unit* is a run of whole blocks of one parameter: head blocks of a projection,
 matrix. Every unit has one owner among the ranks that share its gradient. The owner receives the summed fp32 gradient,
 holds momentum and the fp32 master, orthogonalises whole blocks, and sends the new weights back:
 
-    micro-batch   buffer += grad                          (fp32, hook on each parameter; grad is freed at once)
+    micro-batch   buffer += grad                          (fp32, hook on each parameter; grad is freed at once; experts' products
+                                                           add into it themselves where their backend can: `main_grad`)
     reduce        reduce_scatter(buffer)                  each owner gets its units
     step          momentum, Newton–Schulz, master, weights → all_gather
 
@@ -116,6 +117,17 @@ class Muon:
             by_param[u.index].append(u)
         for index, p in enumerate(params):
             p.register_post_accumulate_grad_hook(self._accumulate(by_param[index]))
+            self._offer_main_grad(p, by_param[index])
+
+    def _offer_main_grad(self, p: nn.Parameter, units: list[Unit]) -> None:
+        """Where `grouped_mlp` may add a stack of experts' gradients itself, in fp32; the hook then sees none of them.
+
+        Without it a gradient is written in bf16, read again, and added here: rounded once more, and 8 bytes a weight more.
+        """
+        runs = tuple(self._view(self.grad_flat.narrow(0, u.owner * self.part_numel, self.part_numel), u) for u in sorted(units, key=lambda u: u.start))
+        # The copy engine adds in 16-byte pieces: rows and starts must lie on them.
+        if p.megamoe.is_expert and self.state_dtype == torch.float32 and all(r.data_ptr() % 16 == 0 and r.shape[-1] % 4 == 0 for r in runs):
+            p.main_grad = runs
 
     def _view(self, flat: torch.Tensor, u: Unit) -> torch.Tensor:
         b = self.blocks[u.index]

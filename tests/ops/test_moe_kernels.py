@@ -248,3 +248,49 @@ def test_grouped_mlp_kernels_match_the_twin_on_the_interpreter(counts, rest, D, 
     got = fast.grouped_mlp(x, count, *ws, act=act)
     pairs = zip((got, *torch.autograd.grad(got, [x, *ws], do)), (want, *torch.autograd.grad(want, [x, *ws], do)))
     assert all(torch.isfinite(a).all() and (error(a, b) < 2e-6 or a.abs().max() == b.abs().max() == 0) for a, b in pairs if a.numel())
+
+
+def check_runs_of_main_grad(fast, device, dtype, bound):
+    D, F, counts = 32, 48, [5, 0, 40, 7, 21]
+    torch.manual_seed(0)
+    count = torch.tensor(counts, dtype=torch.int32, device=device)
+    x, do = (torch.randn(sum(counts) + 3, D, device=device).to(dtype) for _ in range(2))
+    ws = [(torch.randn(len(counts), *s, device=device) * 0.2).to(dtype).requires_grad_() for s in ((F, D), (F, D), (D, F))]
+    want = torch.autograd.grad(mlp_reference.grouped_mlp(x, count, *ws, act="situ"), ws, do)
+    for w in ws:
+        w.main_grad = tuple(torch.ones(n, *w.shape[1:], device=device) for n in (2, 1, 2))
+    for _ in range(2):
+        fast.grouped_mlp(x, count, *ws, act="situ").backward(do)
+    for w, g in zip(ws, want):
+        assert w.grad is None and error((torch.cat(w.main_grad) - 1) / 2, g) < bound
+        assert (w.main_grad[0][1] == 1).all()
+
+
+@needs_interpreter
+def test_weight_gradients_add_into_the_runs_of_experts_that_an_optimizer_hands_out(monkeypatch):
+    """Muon's buffer holds the experts of a stack in several places. A launch that took the wrong rows for a run would train
+    one expert on another's tokens. The interpreter lacks the copy engine's addition: the launch itself is played here."""
+    from megamoe.ops.grouped_mlp import triton as fast
+
+    class Played:
+        def __getitem__(self, grid):
+            def launch(a_tiles, b_tiles, dw_tiles, a, b, dw, row_start, E, M, N, *, ADD, **_):
+                assert ADD and tuple(dw.shape) == (E, M, N)
+                for e in range(E):
+                    rows = slice(int(row_start[e]), int(row_start[e + 1]))
+                    dw[e] += a[rows].T @ b[rows]
+
+            return launch
+
+    monkeypatch.setattr(fast.kernels, "d_weight", Played())
+    monkeypatch.setattr(fast, "rules", lambda R, E: fast.Rules(*(fast.Tile(32, 32, 16, 2, 4, group=2),) * 5))
+    check_runs_of_main_grad(fast, "cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.gpu
+def test_weight_gradients_add_into_runs_of_experts_on_the_card():
+    from megamoe.ops.grouped_mlp import triton as fast
+
+    if not torch.cuda.is_available() or fast.why_not(device="cuda", dtype=torch.bfloat16, D=32, F=48):
+        pytest.skip("needs a Hopper GPU")
+    check_runs_of_main_grad(fast, "cuda", torch.bfloat16, 2e-2)

@@ -132,3 +132,19 @@ def test_schedule_warms_up_to_the_peak_and_never_leaves_its_bounds(kind):
     assert rates[0] == pytest.approx(0.2) and max(rates) == pytest.approx(2.0) and rates.index(max(rates)) in (9, 10)
     assert min(rates[10:]) == pytest.approx(2.0 if kind is ScheduleKind.constant else 0.5)
     assert rates[-1] == pytest.approx(2.0 if kind is ScheduleKind.constant else 0.5)
+
+
+def test_experts_get_views_of_the_gradient_buffer_in_their_own_order():
+    """Kernels add into these views; a view of another owner's place would hand one expert's gradient to the next."""
+    p = torch.nn.Parameter(torch.randn(8, 4, 12))
+    p.megamoe = SimpleNamespace(muon_view=lambda p: tuple(p.shape), muon_blocks=None, is_expert=True, global_shape=(8, 4, 12), weight_decay=False)
+    muon = Muon([p], Axis(4, 1, (0, 1, 2, 3)), momentum=0.9, ns_steps=5, weight_decay=0.0)
+    assert len(p.main_grad) > 1 and sum(run.shape[0] for run in p.main_grad) == 8
+    grad, first = torch.randn(8, 4, 12), 0
+    for run in p.main_grad:
+        run.add_(grad[first : first + run.shape[0]])
+        first += run.shape[0]
+    through_kernels = muon.grad_flat.clone()
+    muon.discard()
+    (p * grad).sum().backward()
+    assert p.grad is None and torch.equal(muon.grad_flat, through_kernels)

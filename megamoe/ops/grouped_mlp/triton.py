@@ -1,8 +1,9 @@
 """Experts in Triton: SiTU-GLU inside the products, counts on the device, weight gradients summed in fp32.
 
 Kept for backward: the rows, gate and up. The activation is recomputed while dout Wd is still in registers. A weight that
-carries `main_grad` (fp32, its own shape) gets its gradient added there, without a bf16 copy in between, and autograd sees
-None for it. Tile sizes are chosen by rule, never by trial at run time: see `rules` and csrc/NOTES_MOE.md.
+carries `main_grad` gets its gradient added there, without a bf16 copy in between, and autograd sees None for it: an fp32
+tensor of its shape, or a tuple of fp32 (n, M, N) whose experts follow one another (an optimizer that shards experts over
+owners keeps them in several places, see `optim/muon.py`). Tile sizes are chosen by rule, never by trial at run time: see `rules` and csrc/NOTES_MOE.md.
 
 Letters: R rows, E experts here, D width, F expert width.
 """
@@ -186,19 +187,24 @@ def rows_bwd(plan: Plan, dgate_RF, dup_RF, w_gate_eFD, w_up_eFD):
     return dx
 
 
-def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad_eMN=None):
-    """a_e^T b_e per expert, added to `main_grad_eMN` (returns None) or in the weight's dtype."""
+def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad=None):
+    """a_e^T b_e per expert, added to `main_grad` (returns None; one launch a run of experts) or in the weight's dtype."""
     tile, M, N = plan.rules.d_weight, a_RM.shape[1], b_RN.shape[1]
-    dw = torch.empty_like(like_eMN) if main_grad_eMN is None else main_grad_eMN
-    programs = min(plan.E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN), plan.programs * tile.per_sm)
     a_tiles, b_tiles = _tiles_of(a_RM, tile.BK, tile.BM), _tiles_of(b_RN, tile.BK, tile.BN)
-    add = main_grad_eMN is not None
-    # Three dims, so that a tile that overhangs an expert's matrix is cut there and adds nothing to the next one's.
-    dw_tiles = TensorDescriptor.from_tensor(dw, [1, tile.BM, tile.BN // tile.parts]) if add else b_tiles
-    kernels.d_weight[(programs,)](
-        a_tiles, b_tiles, dw_tiles, a_RM, b_RN, dw, plan.row_start, plan.E, M, N, ADD=add, PARTS=tile.parts, **tile.launch()
-    )
-    return dw if main_grad_eMN is None else None
+    add = main_grad is not None
+    runs = (main_grad,) if isinstance(main_grad, torch.Tensor) else main_grad or (torch.empty_like(like_eMN),)
+    first = 0
+    for dw in runs:
+        E = dw.shape[0]
+        programs = min(E * triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN), plan.programs * tile.per_sm)
+        # Three dims, so that a tile that overhangs an expert's matrix is cut there and adds nothing to the next one's.
+        dw_tiles = TensorDescriptor.from_tensor(dw, [1, tile.BM, tile.BN // tile.parts]) if add else b_tiles
+        kernels.d_weight[(programs,)](
+            a_tiles, b_tiles, dw_tiles, a_RM, b_RN, dw, plan.row_start[first:], E, M, N, ADD=add, PARTS=tile.parts, **tile.launch()
+        )
+        first += E
+    assert first == plan.E, f"main_grad holds {first} experts of {plan.E}"
+    return None if add else runs[0]
 
 
 def _zero_rest(plan: Plan, out_RD) -> None:
