@@ -1,0 +1,158 @@
+"""One interface to where checkpoints lie: a local folder or an `s3://bucket/prefix`, both through obstore.
+
+Paths are relative to the place and use `/`. Nothing is ever overwritten: `put` refuses a name that is taken, which is what
+makes a commit atomic. Credentials and endpoint of S3 come from the usual AWS_* variables (AWS_ENDPOINT and
+AWS_ALLOW_HTTP=true for a server of one's own).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, S3Store
+
+from megamoe.utils.errors import check
+
+
+class StoreError(RuntimeError):
+    """The place cannot be reached, read or written: full, down, forbidden. One line."""
+
+
+class Taken(StoreError):
+    """`put` to a name that exists."""
+
+
+class Objects:
+    """Small and large byte strings by name. Safe to use from several threads.
+
+    Args:
+        location: a local path, `file://…`, or `s3://bucket/prefix`.
+        create: make a local folder that is not there.
+    """
+
+    def __init__(self, location: str | Path, *, create: bool = False):
+        text = str(location)
+        scheme, separator, rest = text.partition("://")
+        check(not separator or scheme in ("s3", "file"), "checkpoint location", text, "is neither a local path nor s3://bucket/prefix")
+        self.location, self.root = text.rstrip("/"), None
+        if scheme == "s3" and separator:
+            bucket, _, prefix = rest.strip("/").partition("/")
+            check(bool(bucket), "checkpoint location", text, "names no bucket: write s3://bucket/prefix")
+            # Waiting longer than this for one object would hide an outage from the run's log.
+            retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
+            self._store = S3Store(bucket, prefix=prefix or None, retry_config=retry, region=os.environ.get("AWS_REGION", "us-east-1"))
+            return
+        self.root = Path(rest if separator else text).absolute()
+        try:
+            if create:
+                self.root.mkdir(parents=True, exist_ok=True)
+            self._store = LocalStore(self.root) if self.root.is_dir() else None
+        except (OSError, BaseError) as error:
+            raise StoreError(f"{self.location}: {_line(error)}") from None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a new object; durable when this returns.
+
+        Raises:
+            Taken: the name exists. StoreError: it could not be written; nothing is visible under the name.
+        """
+        try:
+            obstore.put(self._need(), name, data, mode="create", use_multipart=False)
+            if self.root is not None:
+                _sync(self.root / name)
+                _sync((self.root / name).parent)
+        except AlreadyExistsError:
+            raise Taken(f"{self.location}/{name} already exists") from None
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}/{name}: {_line(error)}") from None
+
+    def get(self, name: str) -> bytes:
+        """The whole object.
+
+        Raises:
+            FileNotFoundError: there is none. StoreError: any other trouble.
+        """
+        try:
+            return bytes(obstore.get(self._need(), name).bytes())
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.location}/{name}") from None
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}/{name}: {_line(error)}") from None
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start`. Raises as `get`; a short object is a StoreError."""
+        if length == 0:
+            return b""
+        try:
+            data = bytes(obstore.get_range(self._need(), name, start=start, length=length))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self.location}/{name}") from None
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}/{name}: {_line(error)}") from None
+        if len(data) != length:
+            raise StoreError(f"{self.location}/{name}: ends before byte {start + length}")
+        return data
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """Names of all objects under a folder -> bytes. Empty when there is no such folder."""
+        if self._store is None:
+            return {}
+        try:
+            return {m["path"]: m["size"] for batch in obstore.list(self._store, folder or None) for m in batch}
+        except FileNotFoundError:
+            return {}
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}/{folder}: {_line(error)}") from None
+
+    def folders(self) -> list[str]:
+        """Names directly under the place that have objects below them, sorted."""
+        if self.root is not None:
+            return sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
+        try:
+            return sorted(p.strip("/") for p in obstore.list_with_delimiter(self._store)["common_prefixes"])
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}: {_line(error)}") from None
+
+    def delete(self, names: list[str]) -> None:
+        """Delete objects; those that are gone already are fine."""
+        try:
+            if self.root is not None:
+                for name in names:
+                    (self.root / name).unlink(missing_ok=True)
+            elif names:
+                obstore.delete(self._store, names)
+        except FileNotFoundError:
+            return
+        except (BaseError, OSError) as error:
+            raise StoreError(f"{self.location}: {_line(error)}") from None
+
+    def delete_folder(self, folder: str) -> None:
+        """Delete all below a folder. Locally also what a writer that died left half-written, which no listing shows."""
+        if self.root is not None:
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+        else:
+            self.delete(list(self.sizes(folder)))
+
+    def _need(self):
+        if self._store is None:
+            raise FileNotFoundError(self.location)
+        return self._store
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _line(error: Exception) -> str:
+    """obstore's errors carry a debug dump below an empty line."""
+    text = str(error).split("\n\nDebug source")[0]
+    return " ".join(text.split())[:300]
