@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import socket
 import tempfile
 import time
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.utils.errors import UserError
+from megamoe.utils.redact import redact_text
 
 DEEPSPEED_DEFAULT_PORT = 29500
 
@@ -154,7 +156,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def export(launch: Launch, environ: MutableMapping[str, str], *, ranks_per_device: int = 1, port_timeout_s: float = 60.0) -> None:
+def export(launch: Launch, environ: MutableMapping[str, str], *, ranks_per_device: int = 1, port_timeout_s: float = 60.0) -> Path | None:
     """Write what torch.distributed, DeepSpeed and OpenMP read. Call once, before torch is imported.
 
     LOCAL_RANK becomes the number of the device: torch and DeepSpeed read it as that and as nothing else. With
@@ -165,8 +167,14 @@ def export(launch: Launch, environ: MutableMapping[str, str], *, ranks_per_devic
     threads spin while they wait, and where another process wants the core (a loader, a second rank, a neighbour) each
     parallel region then costs a time slice. Default run on two cores beside other work: 40–110 tokens/s spinning,
     500–1,200 passive, the same losses.
+
+    Returns:
+        the file by which rank 0 told its port to the others, removed at a normal exit; None where there is none.
     """
-    port = launch.master_port or (free_port() if launch.world_size == 1 else _agree_on_port(launch, port_timeout_s))
+    note = None
+    port = launch.master_port or (free_port() if launch.world_size == 1 else 0)
+    if not port:
+        port, note = _agree_on_port(launch, port_timeout_s)
     environ["RANK"] = str(launch.rank)
     environ["LOCAL_RANK"] = str(launch.local_rank // ranks_per_device)
     if ranks_per_device > 1:
@@ -178,6 +186,25 @@ def export(launch: Launch, environ: MutableMapping[str, str], *, ranks_per_devic
     environ["MASTER_PORT"] = str(port)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // launch.local_world_size)))
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return note
+
+
+def same_command(launch: Launch, argv: list[str]) -> str:
+    """The command that starts this run again, to copy. Ranks do not see their launcher's own options: on several nodes, and
+    under a launcher with many, it is said in words where they go."""
+    script = shlex.join(["launch/pretrain.py", *(redact_text(word) for word in argv if not word.startswith(("--local_rank", "--local-rank")))])
+    many = launch.world_size > launch.local_world_size
+    if launch.launcher == "slurm":
+        return f"sbatch launch/slurm/pretrain.sbatch {script.partition(' ')[2]}".strip() + f"  (with the options of job {os.environ.get('SLURM_JOB_ID', '?')}, or scontrol requeue it)"
+    if launch.launcher == "openmpi":
+        return f"mpirun -np {launch.world_size} python {script}"
+    if launch.launcher == "python":
+        return f"python {script}"
+    if launch.launcher == "deepspeed":
+        return f"deepspeed --hostfile=… {script}" if many else f"deepspeed --num_gpus {launch.world_size} {script}"
+    if launch.launcher == "torchrun":
+        return f"torchrun --nnodes … {script}  (on every node)" if many else f"torchrun --nproc-per-node {launch.world_size} {script}"
+    return f"the same command on every node: … {script}"
 
 
 def choose_accelerator(device: str, environ: MutableMapping[str, str]) -> None:
@@ -208,7 +235,7 @@ def usable_cores(cgroup_quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         return cores
 
 
-def _agree_on_port(launch: Launch, timeout_s: float) -> int:
+def _agree_on_port(launch: Launch, timeout_s: float) -> tuple[int, Path | None]:
     """Ranks of one launcher on one machine agree on a free port: rank 0 picks it and leaves it in a file.
 
     The file is named after the launcher's process, which all ranks share and no other run has (its start time tells
@@ -222,13 +249,13 @@ def _agree_on_port(launch: Launch, timeout_s: float) -> int:
         draft.write_text(str(port))
         draft.replace(note)
         atexit.register(note.unlink, missing_ok=True)
-        return port
+        return port, note
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             # /tmp is shared: believe only a note of our own user.
             if note.stat().st_uid == os.getuid():
-                return int(note.read_text())
+                return int(note.read_text()), None
         except FileNotFoundError:
             pass
         time.sleep(0.05)

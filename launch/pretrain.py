@@ -20,6 +20,25 @@ import sys
 import time
 from pathlib import Path
 
+
+def interrupted(signum=None, frame=None) -> None:
+    """Ctrl-C while libraries load: one line on rank 0 and out, at once.
+
+    Not by an exception: inside an import some library's bare `except` swallows it, or it surfaces as a traceback. Later the
+    trainer has a handler of its own, which saves first.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"megamoe: interrupted before the first step; nothing was lost, start the same command again\n")
+    for note in _to_remove:
+        note.unlink(missing_ok=True)
+    os._exit(130)
+
+
+_to_remove: list[Path] = []  # what `interrupted` takes along, since os._exit runs no exit handlers
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, interrupted)
+
 # As a script this folder is on the path, where `schema` would shadow packages of that name: put the checkout there.
 _ROOT = str(Path(__file__).resolve().parents[1])
 if __name__ == "__main__" and sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
@@ -27,6 +46,7 @@ if __name__ == "__main__" and sys.path and Path(sys.path[0] or ".").resolve() ==
 
 from launch import environment  # noqa: E402
 from megamoe.utils.errors import RunFailed, UserError  # noqa: E402
+from megamoe.utils.redact import redact, redact_text  # noqa: E402
 
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -57,7 +77,9 @@ def main(argv: list[str], environ=os.environ) -> int:
                 print(config_text(overrides, config, resolve=flags.resolve), end="")
             return 0
         config.validate(launch.world_size)
-        environment.export(launch, environ, ranks_per_device=config.parallel.ranks_per_device)
+        note = environment.export(launch, environ, ranks_per_device=config.parallel.ranks_per_device)
+        if note:
+            _to_remove.append(note)
         hold_sigterm(False)
         environment.choose_accelerator(config.train.device.name, environ)
     except UserError as error:
@@ -65,15 +87,20 @@ def main(argv: list[str], environ=os.environ) -> int:
 
     try:
         from megamoe.train.run import pretrain
-        from megamoe.utils.redact import redact
 
         return pretrain(config, redact(schema.to_dict(config)))
     except UserError as error:
         return complain(error, rank, world_size, only_here=True)
     except RunFailed as error:
-        print(f"megamoe: rank {rank}: {error}; start the same command again to resume from the last checkpoint", file=sys.stderr, flush=True)
+        if error.speaks:
+            print(f"megamoe: rank {rank}: {redact_text(str(error))}; resume from the last checkpoint with: {environment.same_command(launch, argv)}", file=sys.stderr, flush=True)
+        # The launcher ends the run as soon as one rank is gone: the one that speaks must have had the time to.
+        hold_sigterm(True)
+        time.sleep(0 if error.speaks else GRACE_S)
         return EXIT_FAILED
     except KeyboardInterrupt:
+        if rank == 0:
+            print(f"megamoe: interrupted at once, nothing saved since the last checkpoint; resume with: {environment.same_command(launch, argv)}", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
 
 
@@ -99,7 +126,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
-        raise UserError(f"{unknown[0]}: unknown flag; flags are --help, --cfg job, --resolve, and settings are key=value")
+        raise UserError(f"{unknown[0].partition('=')[0]}: unknown flag; flags are --help, --cfg job, --resolve, and settings are key=value")
     if flags.multirun:
         raise UserError("--multirun: runs share one process group, which a second job cannot set up again; start one command per run")
     return flags, rest
@@ -148,7 +175,6 @@ def config_text(overrides: list[str], config, *, resolve: bool) -> str:
 
     from launch import schema
     from megamoe.utils.plain import to_plain
-    from megamoe.utils.redact import redact
 
     tree = schema.to_dict(config) if resolve else to_plain(OmegaConf.to_container(schema.compose_tree(overrides), resolve=False))
     return yaml.safe_dump(redact(tree), sort_keys=False, allow_unicode=True)
@@ -162,12 +188,12 @@ def complain(error: UserError, rank: int, world_size: int, *, only_here: bool = 
     unless the launcher has ended the run because rank 0 said the same.
     """
     if rank == 0:
-        print(f"megamoe: {error}", file=sys.stderr, flush=True)
+        print(f"megamoe: {redact_text(str(error))}", file=sys.stderr, flush=True)
     if world_size > 1:
         hold_sigterm(True)
         time.sleep(GRACE_S)
     if rank != 0 and only_here:
-        print(f"megamoe: rank {rank}: {error}", file=sys.stderr, flush=True)
+        print(f"megamoe: rank {rank}: {redact_text(str(error))}", file=sys.stderr, flush=True)
     return EXIT_USER_ERROR
 
 

@@ -33,6 +33,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from megamoe.train.config import Config
 from megamoe.utils.errors import UserError, nearest
 from megamoe.utils.plain import to_plain
+from megamoe.utils.redact import shown_value
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "hydra_conf"
 
@@ -123,30 +124,33 @@ def fields(cls: type = Config, prefix: str = "") -> dict[str, object]:
 
 def _checked_override(text: str) -> str:
     """Refuse an override that cannot be right before Hydra composes anything; else return it as Hydra wants it."""
+    # What is repeated to the user: without the value where that may be a secret.
+    name, equals, raw = text.partition("=")
+    shown = text if name.lstrip("+~") in {*fields(), *groups()} else name + equals + shown_value(name, raw)
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         hint = "write key=value" if "=" not in text else "quote spaces, commas and brackets of a value: key='…'; a list is key=[a,b]"
-        raise UserError(f"{text}: not an override; {hint}") from error
+        raise UserError(f"{shown}: not an override; {hint}") from None
     key = override.key_or_group
     if key.startswith(("hydra.", "hydra/")):
         return text
-    raw = text.partition("=")[2]
+    raw = shown.partition("=")[2]
     if not key:
-        raise UserError(f"{text}: not an override; write key=value")
+        raise UserError(f"{shown}: not an override; write key=value")
     if override.is_sweep_override():
         raise UserError(f"{key}={raw}: one run takes one value; for a list write {key}=[{raw}], to sweep start one run per value")
     known, options = fields(), groups()
     if override.package is not None:
-        raise UserError(f"{text}: config groups stay in their own section; write {key}={raw}")
+        raise UserError(f"{shown}: config groups stay in their own section; write {key}={raw}")
     if key not in known and key not in options and not _is_free_entry(key, known):
         raise UserError(f"{key}={raw}: unknown key{_nearest_key(key)}")
     if _is_free_entry(key, known) or typing.get_origin(known.get(key)) is dict:
         return text if override.is_delete() else "++" + text.lstrip("+")
     if override.is_add() and not override.is_force_add():
-        raise UserError(f"{text}: {key} exists; drop the +")
+        raise UserError(f"{shown}: {key} exists; drop the +")
     if override.is_delete() and key not in options:
-        raise UserError(f"{text}: a key cannot be removed; set the value you want, {key}=…")
+        raise UserError(f"{shown}: a key cannot be removed; set the value you want, {key}=…")
     if key in options and not override.is_delete():
         value = override.value()
         if value is None and key in known:

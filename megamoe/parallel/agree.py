@@ -40,7 +40,7 @@ def on_every_rank(mesh: Mesh, action: Callable[[], Any]) -> Any:
         raise own
     if problems:
         by_user, text = problems[0]
-        raise UserError(text) if by_user else RunFailed(text)
+        raise UserError(text) if by_user else RunFailed(text, speaks=mesh.world.rank == 0)
     return result
 
 

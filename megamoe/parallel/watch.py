@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from megamoe.parallel.distributed import first_line, is_communication, speaks_first
 from megamoe.parallel.mesh import Mesh
 from megamoe.utils.errors import RunFailed
 
@@ -54,10 +55,11 @@ class Watch:
         try:
             yield
         except RuntimeError as error:
-            if self._store is None or not _is_communication(error):
+            if self._store is None or not is_communication(error):
                 raise
             self._write(self._phase, failed=True)
-            raise HungRank(self._explain(error)) from error
+            text = self._explain(error)
+            raise HungRank(text, speaks=speaks_first(self._store, self.mesh.world.rank)) from error
 
     def _write(self, phase: str, *, failed: bool) -> None:
         if self._store is not None:
@@ -71,7 +73,7 @@ class Watch:
         while time.monotonic() < deadline and sum(not failed for _, _, failed in notes.values()) > 1:
             time.sleep(0.2)
             notes = self._read()
-        mine = f"rank {self.mesh.world.rank} waited in «{self._phase}» ({str(error).strip().splitlines()[0][:200]})"
+        mine = f"rank {self.mesh.world.rank} waited in «{self._phase}» ({first_line(error)})"
         if not notes:
             return f"rank 0, which keeps the notes of all ranks, is gone; {mine}"
         silent = [
@@ -97,9 +99,3 @@ class Watch:
 def _key(rank: int) -> str:
     return f"megamoe/phase/{rank}"
 
-
-def _is_communication(error: RuntimeError) -> bool:
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return any(word in text for word in ("gloo", "Timed out", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe"))

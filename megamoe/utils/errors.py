@@ -11,7 +11,15 @@ class UserError(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run that ended through a fault outside of it, such as a dead or hung rank: one line, exit code 1, no traceback."""
+    """A run that ended through a fault outside of it, such as a dead or hung rank: one line, exit code 1, no traceback.
+
+    Attributes:
+        speaks: whether this rank prints the line. All ranks meet such a fault, and one line is enough.
+    """
+
+    def __init__(self, text: str, *, speaks: bool = True):
+        super().__init__(text)
+        self.speaks = speaks
 
 
 def check(condition: bool, key: str, value: object, way_out: str) -> None:

@@ -7,6 +7,7 @@ Numbers never are: this field counts tokens everywhere (`global_batch_tokens`, `
 
 from __future__ import annotations
 
+import difflib
 import re
 
 REDACTED = "[redacted]"
@@ -18,6 +19,9 @@ _SECRET_WORD = re.compile(r"(key|token|secret|password|passwd|passphrase|credent
 # scheme://user:password@host, and ?token=… in any string
 _URL_PASSWORD = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*://[^/\s:@]*):[^/\s]*@")
 _QUERY_SECRET = re.compile(r"([?&;][\w.\-]*(?:key|token|secret|password|signature|sig|credential)[\w.\-]*)=[^&;\s#'\"]+", re.IGNORECASE)
+# Shapes that services give their keys: W&B, Hugging Face, GitHub, GitLab, OpenAI and others, AWS, Slack, Google, JSON web tokens.
+_KNOWN_SHAPE = re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|AKIA|ASIA|xox[abprs]-|AIza|eyJ[\w-]{8,}\.|wandb_v\d_)[\w.\-]{8,}")
+_SECRET_WORDS = ("token", "secret", "password", "passwd", "passphrase", "credential", "apikey")
 
 
 def redact(value: object, name: str = "") -> object:
@@ -35,8 +39,20 @@ def redact(value: object, name: str = "") -> object:
 
 
 def redact_text(text: str) -> str:
-    """Blank the passwords and query secrets of URLs inside a text and keep the rest readable."""
+    """Blank the passwords and query secrets of URLs and keys of known shape inside a text and keep the rest readable."""
+    text = _KNOWN_SHAPE.sub(REDACTED, text)
     return _QUERY_SECRET.sub(rf"\1={REDACTED}", _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text))
+
+
+def shown_value(name: str, value: str) -> str:
+    """What an error may repeat of a value under a name that no setting has. Such a name may be a misspelt secret's, and a
+    value may be one under any name: numbers and short plain words stay, what is long and mixed goes."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.rpartition(".")[2])
+    misspelt = any(difflib.get_close_matches(word.lower(), _SECRET_WORDS, n=1, cutoff=0.8) for word in words)
+    mixed = re.search(r"(?=[\w+/=.\-]*\d)(?=[\w+/=.\-]*[A-Za-z])[\w+=\-]{16,}", value)
+    if value and not re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?", value) and (misspelt or mixed or any(is_secret_name(w) for w in words)):
+        return REDACTED
+    return redact_text(value)
 
 
 def is_secret_name(name: str) -> bool:

@@ -155,7 +155,7 @@ def test_the_trainers_user_errors_and_failures_are_one_line_and_other_errors_kee
     done = fake_run("raise UserError('data.paths=/x: no such file; name one')", "train.device=cpu")
     assert (done.returncode, done.stderr) == (2, "megamoe: data.paths=/x: no such file; name one\n")
     done = fake_run("from megamoe.utils.errors import RunFailed; raise RunFailed('rank 3 did not answer')", "train.device=cpu")
-    assert (done.returncode, done.stderr) == (1, "megamoe: rank 0: rank 3 did not answer; start the same command again to resume from the last checkpoint\n")
+    assert (done.returncode, done.stderr) == (1, "megamoe: rank 0: rank 3 did not answer; resume from the last checkpoint with: python launch/pretrain.py train.device=cpu\n")
     done = fake_run("raise ZeroDivisionError('ours')", "train.device=cpu")
     assert done.returncode == 1 and "Traceback" in done.stderr and "ZeroDivisionError: ours" in done.stderr
 
