@@ -210,10 +210,11 @@ __device__ __forceinline__ void produce(const Arguments& args, int head, int fir
     if (lane == 0) ptx::store_shared_128(stage + kGroup, group.token, group.rows, group.document, group.place);
     load_rows<MODE>(in, head, group, stage, lane);
     const float beta = load_beta(in, head, group, lane);
-    if (m + kProducerWarps < count) next = group_at(args, first + m + kProducerWarps);
     ptx::cp_async_wait<0>();
     __syncwarp();
     const float norm = scale_rows<MODE>(gate, group.rows, stage, lane);
+    // Asked for here and not before the rows are scaled, where registers are scarcest; the products below hide the load.
+    if (m + kProducerWarps < count) next = group_at(args, first + m + kProducerWarps);
     ptx::store_shared_32(stage + kScalars + lane * 4, __float_as_uint(lane < 16 ? norm : norm * in.scale));
     __syncwarp();
     float kk[2][4] = {}, qk[2][4] = {};
