@@ -22,11 +22,13 @@ EXAMPLE = """\
 example:
   python tools/prepare_data.py --input corpus/*.jsonl.zst notes/ --output tokens/corpus --workers 8
   deepspeed launch/pretrain.py data.source=indexed 'data.paths=[tokens/corpus]'
+  python tools/prepare_data.py --chat thinking --input chats.jsonl --tokenizer runs/base --output tokens/chats
 
 output:
   PREFIX.bin, PREFIX.idx      the tokens; Megatron reads them too
   PREFIX.documents.npz        hash and bytes of each document, for the held-out split and bits per byte
   PREFIX.megamoe.json         counts, tokenizer fingerprint
+  PREFIX.targets              with --chat: which tokens carry loss
   PREFIX.tokenizer.*          the tokenizer; `data.tokenizer=auto` finds it
 """
 
@@ -39,6 +41,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="ids of the tokenizer that auto trains (default 32768)")
     parser.add_argument("--eod-token", default="", metavar="NAME", help="end-of-document token, where the tokenizer's is of no known name")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="field or column that holds the text (default text)")
+    parser.add_argument("--chat", choices=("thinking", "instruct"), help="rows are conversations: {\"messages\": [{\"role\": …, \"content\": …}, …]}; with or without think channel")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes; 0 is one per CPU core (default); does not change the result")
     parser.add_argument("--part-mb", type=float, default=JOB_MB, metavar="MB", help=f"input per restartable part (default {JOB_MB}); does not change the result")
     parser.add_argument("--cache-dir", default="", metavar="DIR", help="where auto keeps trained tokenizers (default MEGAMOE_CACHE or ~/.cache/megamoe)")
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> dict:
     from megamoe.data.config import DataConfig
     from megamoe.data.inputs import find_inputs, plan_jobs
     from megamoe.data.prepare import input_bytes, prepare, sample_texts
+    from megamoe.data.rows import ChatRows, TextRows
     from megamoe.data.sources import TOKENIZER_SAMPLE_BYTES, auto_tokenizer
     from megamoe.data.tokenizer import load_tokenizer
     from megamoe.utils.errors import check
@@ -106,13 +110,14 @@ def run(args: argparse.Namespace) -> dict:
     output = Path(args.output).expanduser()
     output = output.parent.resolve() / output.name.removesuffix(".bin").removesuffix(".idx")
     jobs = plan_jobs(find_inputs(args.input), int(args.part_mb * 1e6))
+    rows = ChatRows(thinking=args.chat == "thinking") if args.chat else TextRows(args.text_key)
     if args.tokenizer == "auto":
         cache = DataConfig(cache_dir=args.cache_dir) if args.cache_dir else DataConfig()
-        tokenizer = auto_tokenizer(sample_texts(jobs, args.text_key, TOKENIZER_SAMPLE_BYTES), args.vocab_size, cache.cache_path())
+        tokenizer = auto_tokenizer(sample_texts(jobs, rows, TOKENIZER_SAMPLE_BYTES), args.vocab_size, cache.cache_path())
     else:
         tokenizer = load_tokenizer(args.tokenizer, eod_token=args.eod_token)
     with (BarProgress if sys.stderr.isatty() else PlainProgress)(sum(map(input_bytes, jobs))) as progress:
-        counts = prepare(jobs, output, tokenizer, text_key=args.text_key, workers=args.workers, overwrite=args.overwrite, on_bytes=progress)
+        counts = prepare(jobs, output, tokenizer, rows=rows, workers=args.workers, overwrite=args.overwrite, on_bytes=progress)
     return {"output": str(output), "tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, **counts}
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megamoe.utils.errors import UserError
 
-SOURCES = ("stdlib", "text", "indexed")
+SOURCES = ("stdlib", "text", "indexed", "chat", "stdlib_chat")
+CHAT_MODES = ("thinking", "instruct")
 PACKINGS = ("best_fit", "concat")
 DEFAULT_CACHE_DIR = "~/.cache/megamoe"
 
@@ -22,11 +23,14 @@ class DataConfig:
 
     Attributes:
         source: `stdlib` reads the running interpreter's own library sources, `text` reads .txt, .jsonl(.gz/.zst) and
-            Parquet files, `indexed` reads Megatron .bin/.idx pairs.
-        paths: for `text`, files or folders; for `indexed`, prefixes (`corpus` stands for corpus.bin and corpus.idx).
+            Parquet files, `indexed` reads Megatron .bin/.idx pairs, `chat` reads conversations in OpenAI's form from .jsonl
+            and Parquet files with loss on what the assistant writes, and `stdlib_chat` makes short ones of the standard
+            library's own documentation.
+        paths: for `text` and `chat`, files or folders; for `indexed`, prefixes (`corpus` stands for corpus.bin and corpus.idx).
         weights: share of training windows drawn from each entry of `paths`; empty means in proportion to their size.
         heldout_paths: entries like `paths` used for evaluation only; empty means that `holdout_fraction` of the
             documents of every source is set aside.
+        chat_mode: `thinking` gives every assistant message a think channel, empty or not; `instruct` gives none.
         text_key: field that holds the text in .jsonl and Parquet rows.
         cache_dir: folder of derived files. The environment variable MEGAMOE_CACHE replaces the default value, not a
             value that was chosen here.
@@ -48,6 +52,7 @@ class DataConfig:
     paths: list[str] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     heldout_paths: list[str] = field(default_factory=list)
+    chat_mode: str = "thinking"
     text_key: str = "text"
     cache_dir: str = DEFAULT_CACHE_DIR
     tokenizer: str = "auto"
@@ -66,10 +71,15 @@ class DataConfig:
             raise UserError(f"data.source={self.source!r} is unknown; choose one of: {', '.join(SOURCES)}")
         if self.packing not in PACKINGS:
             raise UserError(f"data.packing={self.packing!r} is unknown; choose one of: {', '.join(PACKINGS)}")
-        if self.source == "stdlib" and (self.paths or self.heldout_paths):
+        if self.chat_mode not in CHAT_MODES:
+            raise UserError(f"data.chat_mode={self.chat_mode!r} is unknown; choose one of: {', '.join(CHAT_MODES)}")
+        if self.is_chat and self.packing != "best_fit":
+            raise UserError(f"data.packing={self.packing} cuts conversations apart; use data.packing=best_fit with data.source={self.source}")
+        needs_paths = not self.source.startswith("stdlib")
+        if not needs_paths and (self.paths or self.heldout_paths):
             key = "paths" if self.paths else "heldout_paths"
-            raise UserError(f"data.{key}={getattr(self, key)} needs data.source=text or data.source=indexed, not stdlib")
-        if self.source != "stdlib" and not self.paths:
+            raise UserError(f"data.{key}={getattr(self, key)} needs data.source=text, chat or indexed, not {self.source}")
+        if needs_paths and not self.paths:
             raise UserError(f"data.source={self.source} needs at least one entry in data.paths, for instance data.paths=[/data/corpus]")
         if self.weights and len(self.weights) != len(self.paths):
             raise UserError(
@@ -91,6 +101,11 @@ class DataConfig:
             raise UserError(f"data.prefetch_steps={self.prefetch_steps} must be at least 1")
         if self.seed < -1:
             raise UserError(f"data.seed={self.seed} must be 0 or more, or -1 for the run's seed")
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the source is conversations."""
+        return self.source in ("chat", "stdlib_chat")
 
     def cache_path(self) -> Path:
         """The cache folder with `~` and MEGAMOE_CACHE applied. Not created here."""

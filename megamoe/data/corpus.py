@@ -3,6 +3,7 @@
 Beside PREFIX.bin and PREFIX.idx, which any Megatron reader takes, we keep
     PREFIX.documents.npz   hash (uint64, of the document's UTF-8 text) and bytes (int64), one entry per document
     PREFIX.megamoe.json    tokenizer fingerprint and counts
+    PREFIX.targets         only where not every token is a target (conversations): a byte per token, 1 for a target
 so that the held-out split follows the text, not the tokenizer: runs with different vocabularies hold out the same documents.
 """
 
@@ -17,12 +18,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megamoe.data.indexed import IndexedWriter, token_dtype
+from megamoe.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megamoe.data.rows import Encoded, TextRows
 from megamoe.data.tokenizer import Tokenizer
 from megamoe.utils.errors import UserError
 
-# Enough text per call that the tokenizer's threads stay busy, little enough that ids of one batch stay small in memory.
-_ENCODE_BATCH_BYTES = 4 << 20
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -72,11 +72,16 @@ def tokenizer_sample(texts: Iterable[str], total_bytes: int, target_bytes: int, 
 def write_documents(
     texts: Iterable[str], tokenizer: Tokenizer, prefix: Path, *, allow_empty: bool = False
 ) -> dict[str, int]:
-    """Encode texts to PREFIX.bin/.idx and its side files, in order, each followed by the end-of-document token.
+    """`write_encoded` of plain texts; those of no text are left out, since there is nothing in them to predict."""
+    return write_encoded(TextRows().encode(texts, tokenizer), tokenizer, prefix, allow_empty=allow_empty)
+
+
+def write_encoded(documents: Iterable[Encoded], tokenizer: Tokenizer, prefix: Path, *, allow_empty: bool = False) -> dict[str, int]:
+    """Write documents to PREFIX.bin/.idx and its side files, in order, each followed by the end-of-document token.
 
     Args:
-        texts: documents; those of no text are left out, since there is nothing in them to predict.
-        tokenizer: gives ids and the dtype of the file.
+        documents: what to write. Either all of them say which tokens count, or none does.
+        tokenizer: gives the end of document and the dtype of the file.
         prefix: output path without suffix.
         allow_empty: write a pair of no documents instead of raising.
 
@@ -84,23 +89,74 @@ def write_documents(
         {"documents": …, "tokens": … (with end of document), "bytes": …}
 
     Raises:
-        UserError: no document with text (nothing is written then).
+        UserError: no document (nothing is written then).
     """
     hashes, sizes, num_tokens = [], [], 0
-    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for batch in _batches(text for text in texts if text):
-            for text, ids in zip(batch, tokenizer.encode_batch(batch)):
-                raw = text.encode()
-                hashes.append(text_hash(raw))
-                sizes.append(len(raw))
-                num_tokens += len(ids) + 1
-                writer.add_document(np.append(ids, np.int32(tokenizer.eod_id)))
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer, TargetsWriter(prefix) as targets:
+        for document in documents:
+            hashes.append(document.hash)
+            sizes.append(document.num_bytes)
+            num_tokens += len(document.ids) + 1
+            writer.add_document(np.append(document.ids, np.int32(tokenizer.eod_id)))
+            if document.counted is not None:
+                targets.add(np.append(document.counted, False))
         if not sizes and not allow_empty:
             raise UserError("empty corpus: no document with text was found")
         counts = {"documents": len(sizes), "tokens": num_tokens, "bytes": sum(sizes)}
         write_side_files(prefix, np.array(hashes, np.uint64), np.array(sizes, np.int64), tokenizer, counts)
+        targets.finish()
         writer.finish()
     return counts
+
+
+class TargetsWriter:
+    """Writes PREFIX.targets: one byte per token of PREFIX.bin, 1 where it is a target. No file where nothing is added."""
+
+    def __init__(self, prefix: str | Path):
+        self.path = targets_path(prefix)
+        self._scratch = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        self._file = None
+
+    def add(self, counted: np.ndarray) -> None:
+        if self._file is None:
+            self._file = open(self._scratch, "wb")
+        self._file.write(counted.astype(np.uint8).tobytes())
+
+    def finish(self) -> None:
+        if self._file is None:
+            # Left from what was at this prefix before.
+            self.path.unlink(missing_ok=True)
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._scratch, self.path)
+
+    def __enter__(self) -> TargetsWriter:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._scratch.unlink(missing_ok=True)
+
+
+def targets_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.targets")
+
+
+def open_targets(indexed: IndexedDataset) -> np.ndarray | None:
+    """(total,) uint8, mapped: 1 where a token of the pair is a target; None where all are.
+
+    Raises:
+        UserError: the file belongs to another pair.
+    """
+    path = targets_path(indexed.prefix)
+    if not path.is_file():
+        return None
+    if path.stat().st_size != indexed.num_tokens:
+        raise UserError(f"{path} has {path.stat().st_size} bytes for {indexed.num_tokens} tokens of {indexed.prefix}.bin; prepare the pair again")
+    return np.memmap(path, dtype=np.uint8, mode="r") if indexed.num_tokens else np.empty(0, np.uint8)
 
 
 def write_side_files(prefix: Path, hash_n: np.ndarray, bytes_n: np.ndarray, tokenizer: Tokenizer, facts: dict) -> None:
@@ -128,14 +184,3 @@ class replacing:
         else:
             self.scratch.unlink(missing_ok=True)
 
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _ENCODE_BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

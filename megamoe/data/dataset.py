@@ -73,14 +73,15 @@ class WindowDataset:
         for piece in range(int(packing.piece_offset_W[w]), int(packing.piece_offset_W[w + 1])):
             length = int(packing.length_P[piece])
             presented = source.documents.read(int(packing.document_P[piece]), int(packing.start_P[piece]), length)
+            check_ids(presented, self.tokenizer, source.documents.indexed.prefix)
             tokens[at : at + length] = presented[:-1]
-            labels[at : at + length] = presented[1:]
+            counted = source.documents.counted(int(packing.document_P[piece]), int(packing.start_P[piece]), length)
+            labels[at : at + length] = presented[1:] if counted is None else np.where(counted, presented[1:], IGNORE_LABEL)
             starts.append(at)
             at += length
-        check_ids(labels[:at], self.tokenizer, source.documents.indexed.prefix)
         if at < self.seq_len:
             starts.append(at)
-        num_bytes = int(self.bytes_per_token_table[labels[:at]].sum(dtype=np.int64))
+        num_bytes = int(self.bytes_per_token_table[labels[labels != IGNORE_LABEL]].sum(dtype=np.int64))
         return Window(tokens, labels, np.array(starts, np.int64), num_bytes)
 
     def describe(self) -> dict:
@@ -183,6 +184,12 @@ def build_datasets(config: DataConfig, *, seq_len: int, vocab_size: int, seed: i
 
 def _packed(documents: Documents, seq_len: int, packing: dict, cache_root: Path) -> PackingIndex:
     pairs_n = documents.pairs_n
+    if documents.has_targets:
+        # The rest of a conversation without its beginning teaches nothing true, so what is too long loses its end.
+        too_long = int(np.count_nonzero(pairs_n > seq_len))
+        if too_long:
+            log.warning("%d of %d conversations of %s are longer than train.seq_len=%d and lose their end", too_long, len(documents), documents.indexed.prefix, seq_len)
+        pairs_n = np.minimum(pairs_n, seq_len)
 
     def build(folder: Path) -> None:
         if packing["packing"] == "concat":

@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from megamoe.data.cache import cached_folder
+from megamoe.data.corpus import open_targets
 from megamoe.data.indexed import IndexedDataset
 from megamoe.data.tokenizer import Tokenizer
 from megamoe.utils.errors import UserError
@@ -105,9 +106,15 @@ class Documents:
         self.hash_n = facts.hash_n[ids_n]
         self.num_bytes = int(facts.bytes_n[ids_n].sum())
         self._begin_n = indexed.document_begin_n[ids_n]
+        self._targets = open_targets(indexed)
 
     def __len__(self) -> int:
         return len(self.tokens_n)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether only some tokens are targets, as in conversations."""
+        return self._targets is not None
 
     @property
     def pairs_n(self) -> np.ndarray:
@@ -129,3 +136,14 @@ class Documents:
         at = first - (start - 1)
         presented[at : at + last - first] = self.indexed.tokens[begin + first : begin + last]
         return presented
+
+    def counted(self, document: int, start: int, length: int) -> np.ndarray | None:
+        """(length,) bool: which labels of `read`'s pairs are targets, the end of document never; None means all are."""
+        if self._targets is None:
+            return None
+        # Label j is presented token start+j+1, which is token start+j of the document.
+        counted = np.zeros(length, bool)
+        last = min(start + length, int(self.tokens_n[document]))
+        begin = self._begin_n[document]
+        counted[: last - start] = self._targets[begin + start : begin + last]
+        return counted

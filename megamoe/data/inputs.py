@@ -11,6 +11,7 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -106,10 +107,7 @@ def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
     Raises:
         UserError: not UTF-8, not JSON, no such field, damaged or truncated compression, changed since it was planned.
     """
-    try:
-        stat = os.stat(piece.path)
-        if (stat.st_size, stat.st_mtime_ns) != (piece.size, piece.mtime_ns):
-            raise UserError(f"{piece.path} changed while it was being read; start again when it is complete")
+    with _readable(piece):
         if piece.path.endswith(PARQUET_SUFFIXES):
             yield from _read_parquet(piece, text_key)
         elif piece.path.endswith(JSONL_SUFFIXES):
@@ -119,10 +117,55 @@ def read_documents(piece: Piece, text_key: str) -> Iterator[str]:
                     yield text
         else:
             yield _decode(Path(piece.path).read_bytes(), piece.path, 0)
+
+
+def read_objects(piece: Piece, keys: tuple[str, ...]) -> Iterator[tuple[str, dict]]:
+    """(where it stands, object) of every row of a .jsonl or Parquet piece, in file order. Null fields are left out.
+
+    Args:
+        piece: as for `read_documents`.
+        keys: columns to read of a Parquet file, where it has them; the first one must be there.
+
+    Raises:
+        UserError: as `read_documents`, and for a file of plain text.
+    """
+    with _readable(piece):
+        if piece.path.endswith(PARQUET_SUFFIXES):
+            file = _open_parquet(piece.path)
+            columns = [key for key in keys if key in file.schema_arrow.names]
+            if keys[0] not in columns:
+                raise UserError(f"{piece.path} has no column {keys[0]!r} (it has: {', '.join(file.schema_arrow.names[:8])})")
+            for batch in file.iter_batches(batch_size=1024, columns=columns, row_groups=range(piece.begin, piece.end)):
+                for row in batch.to_pylist():
+                    yield f"{piece.path} row group {piece.begin}", _without_nulls(row)
+        elif piece.path.endswith(JSONL_SUFFIXES):
+            for at, line in _read_lines(piece):
+                row = _object_of_line(piece.path, at, line)
+                if row is not None:
+                    yield f"{piece.path} line at byte {at}", _without_nulls(row)
+        else:
+            raise UserError(f"{piece.path} is plain text; conversations are read from {' '.join((*JSONL_SUFFIXES, *PARQUET_SUFFIXES))}")
+
+
+@contextmanager
+def _readable(piece: Piece):
+    """Refuse a file that changed since it was planned, and say in one line what is wrong with one that cannot be read."""
+    try:
+        stat = os.stat(piece.path)
+        if (stat.st_size, stat.st_mtime_ns) != (piece.size, piece.mtime_ns):
+            raise UserError(f"{piece.path} changed while it was being read; start again when it is complete")
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{piece.path} is damaged or truncated: {error}; copy it again") from error
     except OSError as error:
         raise UserError(f"{piece.path} cannot be read: {error.strerror or error}") from error
+
+
+def _without_nulls(value):
+    """Parquet gives every struct all fields of its column's type; a missing one must not look like a null one."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
@@ -178,6 +221,15 @@ def _zstd_lines(f: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _text_of_line(path: str, at: int, line: bytes, text_key: str) -> str | None:
+    row = _object_of_line(path, at, line)
+    if row is None:
+        return None
+    if text_key not in row:
+        raise UserError(f"{path} has no field {text_key!r} in the line at byte {at} (it has: {', '.join(list(row)[:6])}); name the right one as text key")
+    return _checked(row[text_key], path, f"line at byte {at}", text_key)
+
+
+def _object_of_line(path: str, at: int, line: bytes) -> dict | None:
     line = line.strip()
     if not line:
         return None
@@ -186,10 +238,9 @@ def _text_of_line(path: str, at: int, line: bytes, text_key: str) -> str | None:
         row = json.loads(decoded)
     except json.JSONDecodeError as error:
         raise UserError(f"{path} has a line at byte {at} that is not JSON: {error.msg}") from error
-    if not isinstance(row, dict) or text_key not in row:
-        has = ", ".join(list(row)[:6]) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{path} has no field {text_key!r} in the line at byte {at} (it has: {has}); name the right one as text key")
-    return _checked(row[text_key], path, f"line at byte {at}", text_key)
+    if not isinstance(row, dict):
+        raise UserError(f"{path} has a line at byte {at} that is no JSON object but a {type(row).__name__}")
+    return row
 
 
 def _checked(text: object, path: str, where: str, text_key: str) -> str | None:

@@ -26,9 +26,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megamoe.data.corpus import text_hash, write_documents, write_side_files
+from megamoe.data.corpus import TargetsWriter, open_targets, text_hash, write_encoded, write_side_files
 from megamoe.data.indexed import IndexedDataset, IndexedWriter, token_dtype
-from megamoe.data.inputs import Piece, read_documents
+from megamoe.data.inputs import Piece
+from megamoe.data.rows import Rows, TextRows
 from megamoe.data.sampler import Permutation
 from megamoe.data.tokenizer import Tokenizer, load_tokenizer
 from megamoe.utils.errors import UserError
@@ -43,10 +44,10 @@ JOB_BYTES = 16 << 20
 _NOT_FOR_TOKENIZER = 0.1
 
 
-def recipe_of(jobs: Sequence[Job], tokenizer: Tokenizer, text_key: str) -> str:
-    """Hash of everything the result depends on: files in order, tokenizer, text key. How jobs are cut is not part of it."""
+def recipe_of(jobs: Sequence[Job], tokenizer: Tokenizer, rows: Rows) -> str:
+    """Hash of everything the result depends on: files in order, tokenizer, kind of row. How jobs are cut is not part of it."""
     files = list(dict.fromkeys((piece.path, piece.size, piece.mtime_ns) for job in jobs for piece in job))
-    return xxhash.xxh3_128_hexdigest(json.dumps([files, tokenizer.fingerprint, text_key, 1]).encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps([files, tokenizer.fingerprint, rows.facts(), 1]).encode())
 
 
 def prepare(
@@ -54,7 +55,7 @@ def prepare(
     output: Path,
     tokenizer: Tokenizer,
     *,
-    text_key: str = "text",
+    rows: Rows = TextRows(),
     workers: int = 0,
     parts: Path | None = None,
     overwrite: bool = False,
@@ -66,7 +67,7 @@ def prepare(
         jobs: from `plan_jobs`.
         output: prefix; its folder is created.
         tokenizer: gives ids.
-        text_key: field or column with the text.
+        rows: what a row of the input is.
         workers: processes; 0 means one per CPU core. The result does not depend on it.
         parts: folder of finished shards, OUTPUT.parts by default; removed at the end.
         overwrite: replace an OUTPUT that was made from something else.
@@ -80,7 +81,7 @@ def prepare(
             disk. Finished shards stay for the next run; OUTPUT appears only when whole.
     """
     began = time.monotonic()
-    recipe = recipe_of(jobs, tokenizer, text_key)
+    recipe = recipe_of(jobs, tokenizer, rows)
     done = _finished(output, recipe)
     if done:
         on_bytes(sum(input_bytes(job) for job in jobs))
@@ -96,8 +97,8 @@ def prepare(
             for left_over in parts.glob("*.tmp-*"):
                 left_over.unlink(missing_ok=True)
             try:
-                reused = _encode_jobs(jobs, parts, tokenizer, text_key, workers, on_bytes)
-                counts = _join(jobs, parts, output, tokenizer, text_key, recipe)
+                reused = _encode_jobs(jobs, parts, tokenizer, rows, workers, on_bytes)
+                counts = _join(jobs, parts, output, tokenizer, rows, recipe)
             except UserError:
                 if not any(parts.glob("*.idx")):
                     shutil.rmtree(parts)
@@ -110,14 +111,14 @@ def prepare(
     return {**counts, "recipe": recipe, "reused_jobs": reused, "jobs": len(jobs), "seconds": time.monotonic() - began}
 
 
-def sample_texts(jobs: Sequence[Job], text_key: str, target_bytes: int) -> list[str]:
+def sample_texts(jobs: Sequence[Job], rows: Rows, target_bytes: int) -> list[str]:
     """Texts to train a tokenizer on: about `target_bytes` in all, an equal part from each of up to 64 jobs."""
     chosen = [jobs[i] for i in Permutation(len(jobs), 0).many(np.arange(min(64, len(jobs))))] if jobs else []
     texts: list[str] = []
     spare: list[str] = []
     for job in chosen:
         size = 0
-        for text in (text for piece in job for text in read_documents(piece, text_key)):
+        for text in (rows.text(row) for piece in job for row in rows.read(piece)):
             if text_hash(text) < _NOT_FOR_TOKENIZER * 2**64:
                 # A corpus of a document or two may hold nothing else.
                 spare = spare or [text]
@@ -144,8 +145,8 @@ def _lock_or_refuse(lock, output: Path) -> None:
         raise UserError(f"{output} is being written by another process; wait for it or choose another output") from error
 
 
-def _shard_name(job: Job, fingerprint: str, text_key: str) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps([[astuple(piece) for piece in job], fingerprint, text_key, 1]).encode())
+def _shard_name(job: Job, fingerprint: str, rows: Rows) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([[astuple(piece) for piece in job], fingerprint, rows.facts(), 1]).encode())
 
 
 def input_bytes(job: Job) -> int:
@@ -155,12 +156,12 @@ def input_bytes(job: Job) -> int:
     )
 
 
-def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_key: str, workers: int, on_bytes: Callable[[int], None]) -> int:
+def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, rows: Rows, workers: int, on_bytes: Callable[[int], None]) -> int:
     """Write the shards that are not there yet. Returns how many were."""
     todo: dict[Path, Job] = {}
     reused = 0
     for job in jobs:
-        shard = parts / _shard_name(job, tokenizer.fingerprint, text_key)
+        shard = parts / _shard_name(job, tokenizer.fingerprint, rows)
         if Path(f"{shard}.idx").is_file():
             reused += 1
             on_bytes(input_bytes(job))
@@ -169,7 +170,7 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
     workers = min(workers or os.cpu_count() or 1, len(todo))
     if workers <= 1:
         for shard, job in todo.items():
-            _encode_job(job, shard, tokenizer, text_key)
+            _encode_job(job, shard, tokenizer, rows)
             on_bytes(input_bytes(job))
         return reused
     stem = tokenizer.save(parts / "workers")
@@ -183,7 +184,7 @@ def _encode_jobs(jobs: Sequence[Job], parts: Path, tokenizer: Tokenizer, text_ke
             multiprocessing.resource_tracker.ensure_running()
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
-                running = {pool.submit(_encode_job_in_worker, job, shard, text_key): job for shard, job in todo.items()}
+                running = {pool.submit(_encode_job_in_worker, job, shard, rows): job for shard, job in todo.items()}
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for future in concurrent.futures.as_completed(running):
@@ -216,23 +217,26 @@ def _start_worker(tokenizer_path: Path, special_tokens: dict[str, int], eod_toke
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def _encode_job_in_worker(job: Job, shard: Path, text_key: str) -> None:
+def _encode_job_in_worker(job: Job, shard: Path, rows: Rows) -> None:
     assert _worker_tokenizer is not None
-    _encode_job(job, shard, _worker_tokenizer, text_key)
+    _encode_job(job, shard, _worker_tokenizer, rows)
 
 
-def _encode_job(job: Job, shard: Path, tokenizer: Tokenizer, text_key: str) -> None:
-    write_documents((text for piece in job for text in read_documents(piece, text_key)), tokenizer, shard, allow_empty=True)
+def _encode_job(job: Job, shard: Path, tokenizer: Tokenizer, rows: Rows) -> None:
+    write_encoded(rows.encode((row for piece in job for row in rows.read(piece)), tokenizer), tokenizer, shard, allow_empty=True)
 
 
-def _join(jobs: Sequence[Job], parts: Path, output: Path, tokenizer: Tokenizer, text_key: str, recipe: str) -> dict[str, int]:
+def _join(jobs: Sequence[Job], parts: Path, output: Path, tokenizer: Tokenizer, rows: Rows, recipe: str) -> dict[str, int]:
     hashes, sizes, num_tokens = [], [], 0
-    with IndexedWriter(output, token_dtype(tokenizer.vocab_size)) as writer:
+    with IndexedWriter(output, token_dtype(tokenizer.vocab_size)) as writer, TargetsWriter(output) as targets:
         for job in jobs:
-            shard = parts / _shard_name(job, tokenizer.fingerprint, text_key)
+            shard = parts / _shard_name(job, tokenizer.fingerprint, rows)
             pair = IndexedDataset(shard)
             writer.add_pair(pair)
             num_tokens += pair.num_tokens
+            counted = open_targets(pair)
+            if counted is not None:
+                targets.add(counted)
             with np.load(f"{shard}.documents.npz") as side:
                 hashes.append(side["hash"])
                 sizes.append(side["bytes"])
@@ -246,5 +250,6 @@ def _join(jobs: Sequence[Job], parts: Path, output: Path, tokenizer: Tokenizer, 
         counts = {"documents": len(hash_n), "tokens": num_tokens, "bytes": int(bytes_n.sum())}
         tokenizer.save(output)
         write_side_files(output, hash_n, bytes_n, tokenizer, {**counts, "recipe": recipe, "eod_token": tokenizer.eod_token})
+        targets.finish()
         writer.finish()
     return counts

@@ -1,4 +1,4 @@
-"""The three kinds of source brought to one form: a tokenizer and prefixes of token files."""
+"""The kinds of source brought to one form: a tokenizer and prefixes of token files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import xxhash
 
 from megamoe.data.cache import cached_folder
 from megamoe.data.config import DataConfig
-from megamoe.data.corpus import stdlib_documents, text_hash, tokenizer_sample, write_documents
+from megamoe.data.corpus import stdlib_documents, text_hash, tokenizer_sample, write_encoded
 from megamoe.data.inputs import find_inputs, plan_jobs
 from megamoe.data.prepare import JOB_BYTES, prepare, recipe_of, sample_texts
+from megamoe.data.rows import ChatRows, Rows, TextRows
+from megamoe.data.stdlib_chat import stdlib_conversations
 from megamoe.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from megamoe.utils.errors import UserError
 
@@ -43,9 +45,14 @@ def token_files(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[Na
         tokenizer = _tokenizer_of_indexed(config)
         return tokenizer, [(p, Path(p)) for p in config.paths], [(p, Path(p)) for p in config.heldout_paths]
     vocab_size = config.vocab_size or vocab_size
-    if config.source == "stdlib":
+    if config.source in ("stdlib", "stdlib_chat"):
         return _stdlib(config, vocab_size)
-    return _text(config, vocab_size)
+    return _files(config, vocab_size)
+
+
+def rows_of(config: DataConfig) -> Rows:
+    """What a row of the configured source is."""
+    return ChatRows(thinking=config.chat_mode == "thinking") if config.is_chat else TextRows(config.text_key)
 
 
 def auto_tokenizer(sample: Sequence[str], vocab_size: int, cache_root: Path) -> Tokenizer:
@@ -64,7 +71,7 @@ def auto_tokenizer(sample: Sequence[str], vocab_size: int, cache_root: Path) -> 
         train_tokenizer(sample, vocab_size, folder / "tokenizer.json")
         log.info("tokenizer trained in %.1f s", time.monotonic() - began)
 
-    key = {"sample": corpus.hexdigest(), "vocab_size": vocab_size, "tokenizers": tokenizers.__version__, "format": 1}
+    key = {"sample": corpus.hexdigest(), "vocab_size": vocab_size, "tokenizers": tokenizers.__version__, "format": 2}
     return load_tokenizer(cached_folder(cache_root, "tokenizers", key, build) / "tokenizer.json")
 
 
@@ -81,39 +88,43 @@ def _stdlib(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedP
     for text in texts:
         corpus.update(text_hash(text).to_bytes(8, "little"))
 
+    chat = config.source == "stdlib_chat"
+    rows = rows_of(config)
+
     def build(folder: Path) -> None:
         if skipped:
             log.warning("left out %d of %d standard library files that are not UTF-8", skipped, skipped + len(texts))
         log.info("encoding %d standard library files (once, cached)", len(texts))
         began = time.monotonic()
-        counts = write_documents(texts, tokenizer, folder / "corpus")
+        documents = rows.encode((("standard library", c) for c in stdlib_conversations(texts)) if chat else texts, tokenizer)
+        counts = write_encoded(documents, tokenizer, folder / "corpus")
         log.info("%s tokens encoded in %.1f s", f"{counts['tokens']:,}", time.monotonic() - began)
 
-    key = {"source": "stdlib", "corpus": corpus.hexdigest(), "tokenizer": tokenizer.fingerprint, "format": 1}
-    return tokenizer, [("python standard library", cached_folder(cache_root, "corpora", key, build) / "corpus")], []
+    key = {"source": config.source, "corpus": corpus.hexdigest(), "tokenizer": tokenizer.fingerprint, "format": 1} | ({"rows": rows.facts()} if chat else {})
+    return tokenizer, [("python standard library's documentation" if chat else "python standard library", cached_folder(cache_root, "corpora", key, build) / "corpus")], []
 
 
-def _text(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedPrefix], list[NamedPrefix]]:
-    cache_root = config.cache_path()
+def _files(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, list[NamedPrefix], list[NamedPrefix]]:
+    cache_root, rows = config.cache_path(), rows_of(config)
     jobs_of = {path: plan_jobs(find_inputs([path]), JOB_BYTES) for path in [*config.paths, *config.heldout_paths]}
     if config.tokenizer == "auto":
         train_jobs = [job for path in config.paths for job in jobs_of[path]]
-        tokenizer = auto_tokenizer(sample_texts(train_jobs, config.text_key, TOKENIZER_SAMPLE_BYTES), vocab_size, cache_root)
+        tokenizer = auto_tokenizer(sample_texts(train_jobs, rows, TOKENIZER_SAMPLE_BYTES), vocab_size, cache_root)
     else:
         tokenizer = load_tokenizer(config.tokenizer, special_tokens=config.special_tokens, eod_token=config.eod_token)
 
     def encoded(path: str) -> NamedPrefix:
         jobs = jobs_of[path]
-        recipe = recipe_of(jobs, tokenizer, config.text_key)
+        recipe = recipe_of(jobs, tokenizer, rows)
 
         def build(folder: Path) -> None:
             log.info("encoding %s (once, cached)", path)
             # Parts lie outside the scratch folder, which a killed build loses.
             parts = cache_root / "parts" / recipe
-            counts = prepare(jobs, folder / "corpus", tokenizer, text_key=config.text_key, workers=config.num_workers, parts=parts)
+            counts = prepare(jobs, folder / "corpus", tokenizer, rows=rows, workers=config.num_workers, parts=parts)
             log.info("%s tokens encoded in %.1f s", f"{counts['tokens']:,}", counts["seconds"])
 
-        return path, cached_folder(cache_root, "corpora", {"source": "text", "recipe": recipe, "format": 1}, build) / "corpus"
+        return path, cached_folder(cache_root, "corpora", {"source": config.source, "recipe": recipe, "format": 1}, build) / "corpus"
 
     return tokenizer, [encoded(path) for path in config.paths], [encoded(path) for path in config.heldout_paths]
 

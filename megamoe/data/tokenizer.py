@@ -22,6 +22,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megamoe.utils.errors import UserError
 
 END_OF_DOCUMENT = "<|endoftext|>"
+# Structure of conversations (`data/chat.py`). Trained tokenizers have them from the start, so that a base model can be fine-tuned.
+CHAT_MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _EOD_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "[EOS]", "</s>", "<eos>", "<|eod|>")
 
 # How tiktoken rank files for Kimi models split text before merging: Han runs alone, digits in groups of up to three.
@@ -52,6 +54,7 @@ class Tokenizer(ABC):
         fingerprint: hash of vocabulary, merges and special tokens. Equal fingerprints give equal ids.
         path: the file it was loaded from.
         special_tokens: what `load_tokenizer` must be told to load that file again: names and ids for a rank file.
+        special_ids: ids of all special tokens by name.
     """
 
     vocab_size: int
@@ -60,6 +63,7 @@ class Tokenizer(ABC):
     fingerprint: str
     path: Path
     special_tokens: dict[str, int]
+    special_ids: dict[str, int]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of one text, (n,) int32."""
@@ -96,6 +100,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         special = {t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special}
+        self.special_ids = {name: vocab[name] for name in sorted(special)}
         self.eod_token = _find_eod(special, eod_token, path)
         self.eod_id = vocab[self.eod_token]
         content = json.dumps([json.loads(self._tokenizer.to_str()), self.eod_id], sort_keys=True)
@@ -140,7 +145,7 @@ class _TiktokenTokenizer(Tokenizer):
         taken = [name for name, index in special.items() if index < len(self._ranks)]
         if taken:
             raise UserError(f"data.special_tokens.{taken[0]}={special[taken[0]]} is the id of an ordinary token of {path}; ids from {len(self._ranks)} on are free")
-        self.special_tokens = special
+        self.special_tokens = self.special_ids = special
         self._encoding = tiktoken.Encoding(path.stem, pat_str=_KIMI_SPLIT, mergeable_ranks=self._ranks, special_tokens=special)
         self.vocab_size = max(len(self._ranks), max(special.values()) + 1)
         self.eod_token = _find_eod(set(special), eod_token, path)
@@ -175,7 +180,7 @@ def load_tokenizer(path: str | Path, *, special_tokens: dict[str, int] | None = 
     """Load a tokenizer.json, a tiktoken rank file, or a folder that holds one of them.
 
     Args:
-        path: `tokenizer.json`, `*.tiktoken`, `tiktoken.model`, or a folder (a Kimi tokenizer folder works unchanged).
+        path: `tokenizer.json`, `*.tiktoken`, `tiktoken.model`, or a folder (a Kimi tokenizer folder and a run folder work unchanged).
         special_tokens: ids of special tokens of a rank file; empty reads them from tokenizer_config.json beside it.
         eod_token: name of the end-of-document token; empty means the first known name among the special tokens.
 
@@ -184,9 +189,9 @@ def load_tokenizer(path: str | Path, *, special_tokens: dict[str, int] | None = 
     """
     path = Path(path).expanduser()
     if path.is_dir():
-        found = [p for name in ("tokenizer.json", "tiktoken.model") if (p := path / name).is_file()] or sorted(path.glob("*.tiktoken"))
+        found = [p for name in ("tokenizer.json", "tiktoken.model") if (p := path / name).is_file()] or sorted([*path.glob("*.tiktoken"), *path.glob("*.tokenizer.json")])
         if not found:
-            raise UserError(f"data.tokenizer={path} holds neither tokenizer.json nor tiktoken.model nor *.tiktoken")
+            raise UserError(f"data.tokenizer={path} holds neither tokenizer.json nor tiktoken.model nor *.tiktoken nor *.tokenizer.json")
         path = found[0]
     if not path.is_file():
         raise UserError(f"data.tokenizer={path} does not exist; name a tokenizer.json, a tiktoken rank file or a folder with one, or use auto")
@@ -199,19 +204,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     """Train a byte-level BPE and write it to `path` as tokenizer.json.
 
     Deterministic: the same texts in the same order give the same file on any number of threads. `<|endoftext|>` is
-    id 0, the 256 bytes follow, then merges; a corpus with too few pairs gives a smaller vocabulary than asked for.
+    id 0, the 256 bytes follow, then merges, then the markers of conversations (left out where there is no room for
+    them); a corpus with too few pairs gives a smaller vocabulary than asked for.
     """
+    markers = CHAT_MARKERS if vocab_size >= 257 + len(CHAT_MARKERS) else ()
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(markers),
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         min_frequency=2,
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(list(markers))
     # Not tokenizer.save: on a full disk that raises a bare Exception.
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 

@@ -196,7 +196,7 @@ def _truncated_zst(path):
         ("a.jsonl", lambda p: p.write_bytes(b'{"content": "a"}\n'), ["no field 'text'", "content"]),
         ("a.jsonl", lambda p: p.write_bytes(b'{"text": 5}\n'), ["type int"]),
         ("a.jsonl", lambda p: p.write_bytes(b'{"text": "\\ud800"}\n'), ["not valid Unicode"]),
-        ("a.jsonl", lambda p: p.write_bytes(b"[1]\n"), ["no field 'text'", "list"]),
+        ("a.jsonl", lambda p: p.write_bytes(b"[1]\n"), ["no JSON object", "list"]),
         ("a.jsonl.gz", _truncated_gz, ["damaged or truncated"]),
         ("a.jsonl.gz", lambda p: p.write_bytes(b"no gzip"), ["damaged or truncated"]),
         ("a.jsonl.zst", _truncated_zst, ["damaged or truncated"]),
