@@ -224,3 +224,37 @@ def test_opcheck(kda):
     args = [inputs[n].detach().requires_grad_() for n in NAMES]
     args = [*args[:5], args[5], args[6], args[7], cu, -5.0, 128**-0.5, True]
     torch.library.opcheck(torch.ops.megamoe.kda_chunk_fwd.default, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+
+def fragments_by_affine_maps(op, leaves, borders):
+    """What context parallelism does, on one device: each fragment's state (from zero) and map M (identity state, v = 0) come out of the
+    op itself, S_in = M S_in + S of the fragments before, and every fragment starts from its S_in. Returns o of all."""
+    rows = [[leaves[n][a:b] for n in ("q", "k", "v", "g", "beta")] for a, b in zip(borders, borders[1:])]
+    options = dict(A_log_H=leaves["A_log"], dt_bias_HK=leaves["dt_bias"])
+    H, dtype = leaves["q"].shape[1], torch.float64 if leaves["q"].dtype == torch.float64 else torch.float32
+    entering, outputs = torch.zeros(1, H, 128, 128, dtype=dtype, device=leaves["q"].device), []
+    identity = torch.eye(128, dtype=dtype, device=leaves["q"].device).expand(1, H, 128, 128).contiguous()
+    for q, k, v, g, beta in rows:
+        outputs.append(op(q, k, v, g, beta, initial_state_NHKV=entering, **options)[0])
+        own = op(q, k, v, g, beta, output_final_state=True, **options)[1]
+        M = op(q, k, torch.zeros_like(v), g, beta, initial_state_NHKV=identity, output_final_state=True, **options)[1]
+        entering = M @ entering + own
+    return torch.cat(outputs)
+
+
+def test_fragments_linked_by_affine_maps_equal_the_whole_stream_and_its_gradients(kda):
+    """Context parallelism on this backend (parallel/context.py): the state and its gradient cross two borders, at ragged places.
+    A slow gate and a short middle fragment, or the map would hardly matter."""
+    inputs, _, (weight, _) = make([310], 2, "slow", states=False)
+    names = ("q", "k", "v", "g", "beta", "dt_bias")
+
+    def gradients(op, forward, dtype=None):
+        leaves = {n: None if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for n, x in inputs.items()}
+        o = forward(op, leaves)
+        return dict(o=o.detach()) | dict(zip(names, torch.autograd.grad((o.double() * weight.double()).sum(), [leaves[n] for n in names])))
+
+    def whole(op, x):
+        return op(*(x[n] for n in ("q", "k", "v", "g", "beta")), A_log_H=x["A_log"], dt_bias_HK=x["dt_bias"])[0]
+
+    expected = gradients(reference, whole, torch.float64)
+    assert_close(gradients(kda, lambda op, x: fragments_by_affine_maps(op, x, [0, 150, 187, 310])), expected)
