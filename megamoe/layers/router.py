@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from megamoe.layers.basic import KeepWide
 from megamoe.layers.config import Balancing, MoEConfig
-from megamoe.ops import moe_route
+from megamoe.ops import moe_route, router_logits
 from megamoe.ops.late import LateChoice
 from megamoe.ops.precision import wide
 
@@ -60,6 +59,7 @@ class Router(KeepWide):
         self.config = config
         E = config.num_experts
         self.weight = nn.Parameter(torch.empty(E, d_model))
+        self.product = LateChoice(router_logits.OP, D=d_model, E=E)
         self.op = LateChoice(moe_route.OP, E=E, A=config.top_k, B=config.histogram_bins)
         self.register_buffer("e_score_correction_bias", torch.zeros(E, dtype=torch.float32))
         self.register_buffer("count_E", torch.zeros(E, dtype=torch.int64), persistent=False)
@@ -82,11 +82,10 @@ class Router(KeepWide):
         No host sync.
         """
         c, by_logits = self.config, self.config.balancing is Balancing.threshold
-        dtype = wide(x_ND.dtype)
-        logits_NE = F.linear(x_ND.to(dtype), self.weight.to(dtype))
+        logits_NE = self.product.on(x_ND)(x_ND, self.weight)
         routed = self.op.on(logits_NE)(
             logits_NE,
-            self.e_score_correction_bias.to(dtype),
+            self.e_score_correction_bias.to(logits_NE.dtype),
             top_k=c.top_k,
             scale=c.routed_scaling_factor,
             select_on_logits=by_logits,
