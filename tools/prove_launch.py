@@ -283,12 +283,13 @@ def _wrong(seen: Seen, fault: str, reference: Seen | None) -> str:
             problems.append("another mesh or loss")
         return "; ".join(problems)
     lines = [x for x in seen.text.splitlines() if x.startswith("megamoe: rank")]
-    if seen.code <= 0 and seen.code > -2:
-        problems.append(f"exit code {seen.code}")
+    if seen.code in (0, -1):
+        problems.append(f"exit code {seen.code}" if seen.code == 0 else "did not end by itself")
     if len(lines) != 1 or "resume from the last checkpoint with: " not in lines[0] or f"rank {RANKS - 1}" not in lines[0]:
         problems.append(f"{len(lines)} lines of ours, not one that names rank {RANKS - 1} and the way to resume")
-    if fault == "hung" and not all(word in "".join(lines) for word in ("did not answer", "tp [", "step ")):
-        problems.append("group or phase is missing")
+    # Whichever rank speaks names a group that it shares with the hung one: its tp or its pp neighbour.
+    if fault == "hung" and not re.search(rf"rank {RANKS - 1} \((tp|pp|edp|ep) \[[^)]*\) did not answer: last seen in «step 2: forward.*waited in «step 2: [^»]+» \(.*(operation|peer|closed)", "".join(lines)):
+        problems.append("group, phase or operation is missing")
     return "; ".join(problems)
 
 
