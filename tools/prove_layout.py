@@ -83,7 +83,7 @@ def _for_engine(case, engine: str):
 
 
 def _prove(prover, name: str, case) -> dict:
-    other = " ".join(filter(None, [case.optimizer.value, "" if case.recompute == "none" else f"recompute={case.recompute}", "" if case.packing else "unpacked", "uneven" if case.parallel.stage_layers else ""]))
+    other = " ".join(filter(None, [case.optimizer.value, "" if case.recompute == "none" else f"recompute={case.recompute}", "" if case.packing else "unpacked", "uneven" if case.parallel.stage_layers else "", f"qk_tau={case.qk_tau}" if case.qk_tau else ""]))
     row = {"ranks": case.world, "layout": case.name, "model": name, "other": other, "engine": case.engine}
     try:
         v = prover.prove(case)

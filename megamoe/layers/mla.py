@@ -25,6 +25,7 @@ from megamoe.layers.stream import Stream
 from megamoe.layers.config import MLAConfig, RopeKind
 from megamoe.ops import mla_attention
 from megamoe.ops.late import LateChoice
+from megamoe.ops.mla_attention.max_logit import max_logit
 
 # YaRN: wavelengths that turn more than FAST times within the original context are left alone, those that turn less than
 # SLOW times are interpolated, those between are blended. The paper's values.
@@ -33,7 +34,13 @@ YARN_SLOW_TURNS = 1.0
 
 
 class MLA(nn.Module):
-    """One MLA layer."""
+    """One MLA layer.
+
+    Attributes:
+        watch_logits: whether a forward that records gradients also takes each head's largest logit (for QK-clip).
+        max_logit_H: (H,) of this rank's heads, fp32 or float64: largest logit since it was last set to None, or None. A
+            maximum may be taken twice, so running a layer again in backward costs time and changes nothing.
+    """
 
     def __init__(self, d_model: int, config: MLAConfig) -> None:
         super().__init__()
@@ -51,16 +58,22 @@ class MLA(nn.Module):
             self.g_proj = Linear(d_model, c.num_heads * c.v_head_dim)
         self.o_proj = Linear(c.num_heads * c.v_head_dim, d_model)
         self.op = LateChoice(mla_attention.OP, prefer=c.backend, Q=c.qk_head_dim, V=c.v_head_dim)
+        self.watch_logits = False
+        self.max_logit_H: torch.Tensor | None = None
 
     def forward(self, x_TD: torch.Tensor, stream: Stream) -> torch.Tensor:
         """x_TD: (T, D) normalised layer input. Returns (T, D) in x's dtype."""
         q_THQ, k_THQ, v_THV = self.project(x_TD, stream.positions_T)
-        o_THV = self.core(q_THQ, v_THV)(q_THQ, k_THQ, v_THV, cu_seqlens=stream.cu_seqlens, scale=softmax_scale(self.config), max_seqlen=stream.max_seqlen)
+        o_THV = self.attend(q_THQ, k_THQ, v_THV, cu_seqlens=stream.cu_seqlens, max_seqlen=stream.max_seqlen)
         return self.output(o_THV, x_TD)
 
-    def core(self, q_THQ: torch.Tensor, v_THV: torch.Tensor):
-        """The attention backend for these tensors."""
-        return self.op.on(q_THQ)
+    def attend(self, q_THQ: torch.Tensor, k_THQ: torch.Tensor, v_THV: torch.Tensor, *, cu_seqlens: torch.Tensor, max_seqlen: int | None, cu_seqlens_k: torch.Tensor | None = None) -> torch.Tensor:
+        """The attention core, (T, H, V); arguments as for the op. Notes the largest logits when they are watched."""
+        where = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, scale=softmax_scale(self.config))
+        if self.watch_logits and torch.is_grad_enabled():
+            top_H = max_logit(q_THQ, k_THQ, **where)
+            self.max_logit_H = top_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, top_H)
+        return self.op.on(q_THQ)(q_THQ, k_THQ, v_THV, max_seqlen=max_seqlen, **where)
 
     def output(self, o_THV: torch.Tensor, x_TD: torch.Tensor) -> torch.Tensor:
         """Gate and project the heads' outputs. (T, D) in x's dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megamoe.utils.errors import check
 
@@ -24,6 +24,23 @@ class ScheduleKind(enum.Enum):
 
 
 @dataclass
+class QKClipConfig:
+    """QK-clip of MLA heads, see `qk_clip.py`.
+
+    Attributes:
+        tau: largest attention logit a head may reach before its query and key projections are scaled down; 0 switches it off.
+        every: steps between two looks at the logits. A look costs about 60 % of the attention core's forward arithmetic, unfused.
+    """
+
+    tau: float = 100.0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.tau >= 0 and math.isfinite(self.tau), "optim.qk_clip.tau", self.tau, "must be a finite number, zero (off) or above; K2 used 100")
+        check(self.every >= 1, "optim.qk_clip.every", self.every, "must be at least 1; optim.qk_clip.tau=0 switches the clip off")
+
+
+@dataclass
 class OptimConfig:
     """One learning rate for both groups: Muon's update is scaled to AdamW's RMS (0.2·sqrt(max(rows, cols))).
 
@@ -33,6 +50,7 @@ class OptimConfig:
         warmup_fraction: linear warm-up as a share of all steps (the K3 report: 1 %).
         clip_norm: one clip of the global gradient norm over both groups; 0 switches it off.
         muon_momentum, muon_ns_steps: momentum (Nesterov) and Newton–Schulz iterations.
+        qk_clip: bound of the attention logits, with any `kind`.
     """
 
     kind: OptimizerKind = OptimizerKind.muon
@@ -48,6 +66,7 @@ class OptimConfig:
     adam_eps: float = 1e-8
     muon_momentum: float = 0.95
     muon_ns_steps: int = 5
+    qk_clip: QKClipConfig = field(default_factory=QKClipConfig)
 
     def __post_init__(self) -> None:
         check(self.lr >= 0 and math.isfinite(self.lr), "optim.lr", self.lr, "must be a finite number, zero or above")

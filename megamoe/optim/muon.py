@@ -27,6 +27,7 @@ from torch import nn
 
 from megamoe.optim.newton_schulz import newton_schulz
 from megamoe.optim.whole import cut_dim, on_whole_matrices
+from megamoe.parallel.engine import RowFactors
 from megamoe.parallel.mesh import Axis
 from megamoe.utils.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -168,8 +169,11 @@ class Muon:
             yield self.params[u.index], u.start * self.blocks[u.index].numel, self._view(self.grad_part, u).reshape(-1)
 
     @torch.no_grad()
-    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
-        """Update owned units from `grad_scale`·gradient and give every rank the new weights. Collective."""
+    def step(self, lr: float, grad_scale: torch.Tensor, row_factors: RowFactors | None = None) -> None:
+        """Update owned units from `grad_scale`·gradient and give every rank the new weights. Collective.
+
+        row_factors: (rows,) by parameter, applied to the updated masters before weights are made from them.
+        """
         self.grad_part.mul_(grad_scale.to(self.state_dtype))
         self.momentum_flat.mul_(self.momentum).add_(self.grad_part)
         by_shape = defaultdict(list)
@@ -182,6 +186,7 @@ class Muon:
             update = self._rule(torch.cat([self._nesterov(u) for u in units]))
             self._apply(lr, units, update.split([u.stop - u.start for u in units]))
         self._apply(lr, cut, on_whole_matrices([self._nesterov(u)[0] for u in cut], [self.cut_dim[u.index] for u in cut], self._rule, self.tp))
+        self._scale_rows(row_factors or {})
         self.publish()
         self.discard()
 
@@ -199,6 +204,13 @@ class Muon:
             if self.params[u.index].megamoe.weight_decay:
                 master.mul_(1 - lr * self.weight_decay)
             master.add_(update, alpha=-lr)
+
+    def _scale_rows(self, row_factors: RowFactors) -> None:
+        for u in self.mine:
+            factor_R = row_factors.get(self.params[u.index])
+            if factor_R is not None:
+                rows = self.blocks[u.index].rows
+                self._view(self.master_flat, u).mul_(factor_R.to(self.state_dtype).view(-1, rows, 1)[u.start : u.stop])
 
     @torch.no_grad()
     def publish(self) -> None:

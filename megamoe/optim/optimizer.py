@@ -17,6 +17,7 @@ from torch import nn
 
 from megamoe.optim.config import OptimConfig, OptimizerKind
 from megamoe.optim.muon import Muon
+from megamoe.optim.qk_clip import QKClip
 from megamoe.parallel.engine import DeepSpeedEngine, ParamGroups, PlainEngine
 from megamoe.parallel.mesh import Axis, Mesh
 from megamoe.utils.features import fused_adamw
@@ -43,12 +44,18 @@ class Optimizer:
     Args:
         sides: in an order that is the same on all ranks, because each reduces over a group of its own.
         world: all ranks.
+        qk_clip: scales rows of updated masters, on every side; None is off.
     """
 
-    def __init__(self, engines: dict[str, PlainEngine | DeepSpeedEngine], muons: dict[str, Muon], clip_norm: float, world: Axis):
-        self.engines, self.muons, self.clip_norm, self.world = engines, muons, clip_norm, world
+    def __init__(self, engines: dict[str, PlainEngine | DeepSpeedEngine], muons: dict[str, Muon], clip_norm: float, world: Axis, qk_clip: QKClip | None = None):
+        self.engines, self.muons, self.clip_norm, self.world, self.qk_clip = engines, muons, clip_norm, world, qk_clip
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.sides = {f"engine.{k}": v for k, v in engines.items()} | {f"muon.{k}": v for k, v in muons.items()}
+
+    def begin_step(self, step: int) -> None:
+        """Say before the step's first forward which one this is, 0-based. Without it every step counts as the first."""
+        if self.qk_clip:
+            self.qk_clip.begin_step(step)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -79,13 +86,20 @@ class Optimizer:
         if value != value or value == float("inf"):
             for side in self.sides.values():
                 side.discard()
+            if self.qk_clip:
+                self.qk_clip.end_step()
             return Update(value, skipped=True)
         scale = torch.ones_like(norm)
         if self.clip_norm > 0:
             scale = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        row_factors = {}
+        if self.qk_clip:
+            self.on_phase("QK-clip: maxima of the logits")
+            row_factors = self.qk_clip.row_factors()
+            self.qk_clip.end_step()
         for name, side in self.sides.items():
             self.on_phase(f"update of weights, {name}")
-            side.step(lr, scale)
+            side.step(lr, scale, row_factors)
         return Update(value, skipped=False)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -140,7 +154,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig, mesh: Mesh, *, deepsp
             engines[name] = PlainEngine(groups, make, axis)
         if matrices:
             muons[name] = Muon(matrices, axis, mesh.tp, momentum=config.muon_momentum, ns_steps=config.muon_ns_steps, weight_decay=config.weight_decay, ns_dtype=ns_dtype)
-    return Optimizer(engines, muons, config.clip_norm, mesh.world)
+    qk_clip = QKClip(model, config.qk_clip, mesh) if config.qk_clip.tau > 0 else None
+    return Optimizer(engines, muons, config.clip_norm, mesh.world, qk_clip)
 
 
 def by_axis(params: list[nn.Parameter], mesh: Mesh) -> dict[str, tuple[Axis, list[nn.Parameter]]]:

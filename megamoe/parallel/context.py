@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from megamoe.layers.kda import KDA, KDAState
-from megamoe.layers.mla import MLA, softmax_scale
+from megamoe.layers.mla import MLA
 from megamoe.layers.stream import Stream
 from megamoe.ops.collectives import all_gather, all_to_all, halo
 from megamoe.parallel.mesh import Axis
@@ -218,13 +218,12 @@ class ContextMLA(MLA):
         # For every document of each chunk: the queries here, and the keys from the document's start up to the chunk's end.
         spans = [(max(a, piece.start), a, min(b, piece.stop)) for piece in pieces for a, b in piece.documents]
         q_THQ = self.queries(x_TD, positions_T)
-        o_THV = self.core(q_THQ, v_SHV)(
+        o_THV = self.attend(
             q_THQ,
             torch.cat([k_SHQ[a:b] for _, a, b in spans]),
             torch.cat([v_SHV[a:b] for _, a, b in spans]),
             cu_seqlens=_cumulative([b - first for first, _, b in spans], device),
             cu_seqlens_k=_cumulative([b - a for _, a, b in spans], device),
-            scale=softmax_scale(self.config),
             max_seqlen=max(b - a for _, a, b in spans),
         )
         return balance.to_slice(self.output(o_THV, x_TD), cp)

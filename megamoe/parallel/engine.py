@@ -6,7 +6,7 @@ Both are called the same way, once per micro-batch and once per step:
         loss.backward()                     # loss already divided by the step's global token count
     engine.reduce()                         # sum over the engine's axis
     share = engine.squared_norm()           # sums over the world to the norm², see `optim/optimizer.py`
-    engine.step(lr, grad_scale)             # or engine.discard()
+    engine.step(lr, grad_scale, row_factors)        # or engine.discard()
 
 An engine serves the parameters of one mesh axis: ranks that hold the same slice and each a part of its gradient. A layout
 with tensor or expert parallelism has an engine per such axis, each an ordinary data-parallel one. So DeepSpeed needs to
@@ -31,6 +31,8 @@ from torch import nn
 from megamoe.parallel.mesh import Axis
 
 ParamGroups = list[dict]
+# (rows,) factors of a matrix's rows, by parameter: applied to updated masters before weights are made from them.
+RowFactors = dict[nn.Parameter, torch.Tensor]
 
 
 class PlainEngine:
@@ -76,12 +78,15 @@ class PlainEngine:
         for p in self.params:
             yield p, 0, p.grad.reshape(-1)
 
-    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+    def step(self, lr: float, grad_scale: torch.Tensor, row_factors: RowFactors | None = None) -> None:
         for p in self.params:
             p.grad.mul_(grad_scale.to(p.grad.dtype))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        for p in self.params:
+            if row_factors and p in row_factors:
+                p.data.mul_(row_factors[p].to(p.dtype)[:, None])
         self.discard()
 
     def discard(self) -> None:
@@ -126,6 +131,9 @@ class DeepSpeedEngine:
         self._scale = torch.ones(())
         optimizer = make_optimizer(groups)
         optimizer.register_step_pre_hook(self._scale_gradients)
+        # Between the update of the masters and DeepSpeed's copy of them into the weights.
+        optimizer.register_step_post_hook(self._scale_rows)
+        self._row_factors: RowFactors = {}
         view = _ParameterView([p for g in groups for p in g["params"]])
         # Its bf16 optimizer prints three lines of memory figures a parameter group, whatever the log level.
         with contextlib.redirect_stdout(io.StringIO()):
@@ -133,6 +141,7 @@ class DeepSpeedEngine:
         self.engine.set_gradient_accumulation_boundary(False)
         # BF16_Optimizer accumulates into fp32 buffers of its own; DeepSpeedZeroOptimizer uses param.grad.
         self._accumulates_apart = hasattr(self.engine.optimizer, "update_hp_grads")
+        self._places = self._find_places()
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -163,8 +172,9 @@ class DeepSpeedEngine:
         norm = torch.where(norm < 0, torch.inf, norm)
         return (norm * self.axis.size).square() / self.axis.size
 
-    def step(self, lr: float, grad_scale: torch.Tensor) -> None:
+    def step(self, lr: float, grad_scale: torch.Tensor, row_factors: RowFactors | None = None) -> None:
         self._scale = grad_scale * self.axis.size
+        self._row_factors = row_factors or {}
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -184,6 +194,35 @@ class DeepSpeedEngine:
             for p in group["params"]:
                 if p.grad is not None:
                     p.grad.mul_(self._scale.to(p.grad.dtype))
+
+    def _scale_rows(self, optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        # DeepSpeed may step its groups one by one: only those of this call.
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for p, factor_R in self._row_factors.items():
+            for flat, here, first, count in self._places.get(p, ()):
+                if id(flat) in stepped:
+                    index = torch.arange(first, first + count, device=flat.device) // p.shape[1]
+                    flat.data.narrow(0, here, count).mul_(factor_R.to(flat.dtype)[index])
+
+    def _find_places(self) -> dict[nn.Parameter, list[tuple[torch.Tensor, int, int, int]]]:
+        """Where each parameter lies in this rank's flat masters: (flat, first element there, first element of the parameter, count).
+
+        Read off the addresses: DeepSpeed reorders and aligns what it flattens, but parameters are views of the flat weights,
+        whose partitions and masters correspond element by element.
+        """
+        optimizer = self.engine.optimizer
+        parts = optimizer.bf16_partitioned_groups if self._accumulates_apart else optimizer.parallel_partitioned_bit16_groups
+        places: dict[nn.Parameter, list[tuple[torch.Tensor, int, int, int]]] = {}
+        for part, process_group, flat in zip(parts, optimizer.real_dp_process_group, self._partitions(), strict=True):
+            weights = part[dist.get_rank(process_group)]
+            for p in self.engine.module.params:
+                if p.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+                    continue
+                offset = p.storage_offset() - weights.storage_offset()
+                first, stop = max(0, -offset), min(p.numel(), weights.numel() - offset)
+                if first < stop:
+                    places.setdefault(p, []).append((flat, offset + first, first, stop - first))
+        return places
 
     def _partitions(self) -> list[torch.Tensor]:
         optimizer = self.engine.optimizer

@@ -30,6 +30,7 @@ from megamoe.model.mtp import mtp_labels, shift_within_documents
 from megamoe.model.transformer import Transformer
 from megamoe.ops.linear_cross_entropy import IGNORE_LABEL
 from megamoe.parallel.mesh import Mesh
+from megamoe.parallel.offload import ActivationOffload
 from megamoe.parallel.schedule import Action, one_f_one_b, source_of, target_of
 from megamoe.parallel.stages import StagePlan
 from megamoe.parallel.stream import ShardedStream, shard_range, shard_stream, slice_range
@@ -61,14 +62,15 @@ class Pipeline:
     Args:
         stage: this rank's part of the model (`plan.build_stage`).
         plan: how layers fall into chunks.
+        offload: moves what layers save for backward to host memory; None keeps it on the device.
 
     Attributes:
         on_phase: told what comes next, in words, before every forward and backward (see `watch.py`).
         bytes_sent: bytes this rank has sent over each boundary, forward and backward counted alike, since construction.
     """
 
-    def __init__(self, stage: Transformer, plan: StagePlan, mesh: Mesh):
-        self.stage, self.plan, self.mesh = stage, plan, mesh
+    def __init__(self, stage: Transformer, plan: StagePlan, mesh: Mesh, offload: ActivationOffload | None = None):
+        self.stage, self.plan, self.mesh, self.offload = stage, plan, mesh, offload
         self.chunks = plan.chunks_of(mesh.pp.rank)
         self.bytes_sent = {"F": [0] * (plan.num_chunks - 1), "B": [0] * (plan.num_chunks - 1)}
         self.on_phase: Callable[[str], None] = lambda phase: None
@@ -149,8 +151,18 @@ class Pipeline:
         return loss
 
     def _layers(self, chunk: int, bank, prefix, stream):
+        saved = None
         for number in self.plan.layers[chunk]:
-            bank, prefix = self.stage.layers[str(number)](bank, prefix, stream)
+            layer = self.stage.layers[str(number)]
+            if self.offload is None or not torch.is_grad_enabled():
+                bank, prefix = layer(bank, prefix, stream)
+                continue
+            # A layer that closes a block makes a row of its input.
+            rows = (*bank, prefix) if layer.opens_block else bank
+            with self.offload.layer(layer, rows, saved) as saved:
+                bank, prefix = layer(bank, prefix, stream)
+        if saved is not None:
+            saved.release()
         return bank, prefix
 
     def _loss(self, bank, prefix, batch, stream: ShardedStream, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

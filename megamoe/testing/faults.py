@@ -1,4 +1,4 @@
-"""Ten faults that were made, or nearly made, in parallel training code. The proof must catch each of them.
+"""Eleven faults that were made, or nearly made, in parallel training code. The proof must catch each of them.
 
 A fault is a context manager that damages the running code and yields `damage(stage, mesh)`, called once when the stage is
 built and before it gets its values. Only tests plant them.
@@ -12,8 +12,10 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from megamoe.layers.router import Router
+from megamoe.optim.qk_clip import QKClip
 from megamoe.parallel.context import ContextKDA
 from megamoe.parallel.engine import PlainEngine
 from megamoe.parallel.pipeline import Pipeline
@@ -144,7 +146,19 @@ def expert_id_shifted() -> Iterator[Damage]:
     yield _change_record("experts.w2", expert_ids=shift)
 
 
+@contextlib.contextmanager
+def logit_maxima_of_the_wrong_group() -> Iterator[Damage]:
+    """Maxima are taken over tp, whose ranks hold other heads, instead of dp·cp, whose ranks hold other tokens."""
+
+    def over_ranks(self, max_LH):
+        dist.all_reduce(max_LH, op=dist.ReduceOp.MAX, group=self.mesh.tp.group)
+        return max_LH
+
+    with mock.patch.object(QKClip, "_over_ranks", over_ranks):
+        yield _nothing
+
+
 FAULTS = {"": none} | {f.__name__: f for f in (
     wrong_group, missing_halo, doubled_gradient, histogram_counted_twice, norm_counts_replicas,
-    stale_row, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted,
+    stale_row, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted, logit_maxima_of_the_wrong_group,
 )}  # fmt: skip

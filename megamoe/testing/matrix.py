@@ -80,6 +80,12 @@ _ROWS: list[tuple[int, str, dict, dict]] = [
     (4, "residual", dict(pp=2, vpp=2, tp=2), {}),
     (4, "block", dict(pp=2, vpp=2, cp=2), {}),
     (4, "tied+mtp", dict(pp=2, vpp=2, ep=2), {}),
+    # QK-clip, with a threshold that some heads exceed.
+    (2, "block", {}, dict(qk_tau=0.25)),
+    (2, "kimi-linear", dict(tp=2), dict(qk_tau=0.25)),
+    (2, "full", dict(cp=2), dict(qk_tau=0.25, recompute="full")),
+    (2, "mtp", dict(pp=2), dict(qk_tau=0.25)),
+    (8, "mtp", dict(pp=2, tp=2, cp=2), dict(qk_tau=0.25, optimizer="adamw")),
     # Three axes.
     (8, "block", dict(tp=2, cp=2), {}),
     (8, "mtp", dict(tp=2, cp=2, ep=8), {}),

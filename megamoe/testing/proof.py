@@ -27,11 +27,12 @@ from megamoe.data.batch import IGNORE_LABEL, Batch, Window, collate
 from megamoe.layers.router import Router
 from megamoe.model.config import FFNConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from megamoe.model.init import init_parameters
-from megamoe.optim.config import OptimConfig, OptimizerKind
+from megamoe.optim.config import OptimConfig, OptimizerKind, QKClipConfig
 from megamoe.optim.optimizer import build_optimizer
 from megamoe.parallel.config import ParallelConfig
 from megamoe.parallel.distributed import process_group
 from megamoe.parallel.mesh import build_mesh
+from megamoe.parallel.offload import ActivationOffload
 from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import build_stage
 from megamoe.parallel.stages import plan_stages
@@ -57,6 +58,8 @@ class Case:
         world: ranks.
         engine: `plain` (float64) or `deepspeed` (fp32).
         micro_batches: of the whole step, over all data-parallel ranks; 0 takes the smallest number from 4 up that fits.
+        qk_tau: threshold of QK-clip; 0 leaves it off.
+        offload: what layers save waits in another copy until backward asks for it.
         fault: a planted fault of `testing/faults.py`, or none. Never planted on one rank.
     """
 
@@ -69,6 +72,8 @@ class Case:
     packing: bool = True
     micro_batches: int = 0
     fault: str = ""
+    qk_tau: float = 0.0
+    offload: bool = False
 
     @property
     def name(self) -> str:
@@ -85,7 +90,7 @@ class Case:
 
     def one_rank(self) -> Case:
         """The same work on one rank. Always the plain engine: `deepspeed` is compared with it in fp32."""
-        return replace(self, parallel=ParallelConfig(), world=1, recompute="none", micro_batches=self.num_micro_batches, fault="")
+        return replace(self, parallel=ParallelConfig(), world=1, recompute="none", offload=False, micro_batches=self.num_micro_batches, fault="")
 
 
 def small_model(**changes: Any) -> ModelConfig:
@@ -151,15 +156,16 @@ def trace(case: Case) -> dict[str, Any]:
         init_parameters(stage, case.model, seed=7)
         _stir(stage)
         stage.train()
-        pipeline = Pipeline(stage, plan_stages(case.model, case.parallel), mesh)
-        config = OptimConfig(kind=case.optimizer, lr=0.05, clip_norm=CLIP_NORM, weight_decay=0.1)
+        pipeline = Pipeline(stage, plan_stages(case.model, case.parallel), mesh, ActivationOffload(torch.device("cpu"), 1) if case.offload else None)
+        config = OptimConfig(kind=case.optimizer, lr=0.05, clip_norm=CLIP_NORM, weight_decay=0.1, qk_clip=QKClipConfig(case.qk_tau))
         optimizer = build_optimizer(stage, config, mesh, deepspeed=deepspeed, bucket_elements=5000)
-        out: dict[str, Any] = {"loss": [], "norm": [], "gradients": [], "weights": [], "bias": []}
+        out: dict[str, Any] = {"loss": [], "norm": [], "gradients": [], "weights": [], "bias": [], "qk_clip": []}
         for step in range(STEPS):
             first = step * case.num_micro_batches
             batches = [make_batch(first + i, case.model.vocab_size, packing=case.packing) for i in range(mesh.dp.rank, case.num_micro_batches, mesh.dp.size)]
             all_batches = [make_batch(first + i, case.model.vocab_size, packing=case.packing) for i in range(case.num_micro_batches)]
             num_tokens = sum(b.num_target_tokens for b in all_batches)
+            optimizer.begin_step(step)
             assert own_counts(batches, mesh)[0] in (0, sum(b.num_target_tokens for b in batches))
             loss_sum = pipeline.step(batches, num_tokens=num_tokens, micro_batch=optimizer.micro_batch)
             out["loss"].append(global_sum(loss_sum, mesh) / num_tokens)
@@ -168,6 +174,8 @@ def trace(case: Case) -> dict[str, Any]:
                 for side in optimizer.sides.values():
                     out["gradients"] += [(step, _place(p), first, values.detach().clone()) for p, first, values in side.reduced_gradients()]
             out["norm"].append(optimizer.apply(0.05, norm).grad_norm)
+            if optimizer.qk_clip:
+                out["qk_clip"].append(optimizer.qk_clip.metrics())
             report = balance_routers(pipeline)
             if report is not None:
                 # Counts too: a histogram that counts everything twice has the same quantiles.

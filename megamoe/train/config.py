@@ -73,6 +73,8 @@ class TrainConfig:
         num_steps: optimizer steps of the run.
         seed: seeds initialisation and data order.
         precision, device, recompute: see the enums.
+        offload: keep what layers save for backward in host memory (pinned, on a GPU) until shortly before it is needed.
+        offload_min_bytes: tensors below this size stay on the device.
         eval_interval_steps, eval_windows: held-out evaluation every so many steps (0: only at the end) over so many windows.
         max_minutes: stop cleanly (saved) after so many minutes; 0 has no limit.
     """
@@ -85,6 +87,8 @@ class TrainConfig:
     precision: Precision = Precision.fp32
     device: Device = Device.auto
     recompute: Recompute = Recompute.none
+    offload: bool = False
+    offload_min_bytes: int = 1_048_576
     eval_interval_steps: int = 50
     eval_windows: int = 32
     max_minutes: float = 0.0
@@ -95,6 +99,7 @@ class TrainConfig:
             value = getattr(self, key)
             check(value >= self.seq_len and value % self.seq_len == 0, f"train.{key}", value,
                   f"must be a multiple of train.seq_len={self.seq_len}; {max(1, value // self.seq_len) * self.seq_len} would work")
+        check(self.offload_min_bytes >= 0, "train.offload_min_bytes", self.offload_min_bytes, "must be zero or above")
         check(self.num_steps >= 0, "train.num_steps", self.num_steps, "must be zero or above")
         check(self.eval_interval_steps >= 0, "train.eval_interval_steps", self.eval_interval_steps, "must be zero (only at the end) or above")
         check(self.eval_windows >= 1, "train.eval_windows", self.eval_windows, "must be at least 1")

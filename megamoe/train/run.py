@@ -29,6 +29,7 @@ from megamoe.optim.optimizer import build_optimizer
 from megamoe.parallel.agree import on_every_rank, on_first_rank, same_everywhere
 from megamoe.parallel.distributed import pick_device, process_group
 from megamoe.parallel.mesh import Mesh, build_mesh
+from megamoe.parallel.offload import ActivationOffload
 from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import build_stage
 from megamoe.parallel.stages import plan_stages
@@ -77,6 +78,8 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     model = build_model(config, mesh, device)
     optimizer = build_optimizer(model, config.optim, mesh, deepspeed=deepspeed, bucket_elements=config.engine.reduce_bucket_elements)
 
+    offload = ActivationOffload(device, config.train.offload_min_bytes) if config.train.offload else None
+
     monitors: list[Monitor] = []  # rank 0's one; made under agreement, because its folder may be full
 
     def open_monitor() -> None:
@@ -85,7 +88,7 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
 
     on_first_rank(mesh, open_monitor)
     monitor = monitors[0] if monitors else None
-    trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
+    trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh, offload), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
     if resume_from:
         # Reading may fail on one rank and is agreed on; restoring is collective itself and comes after.
         trainer.restore(*on_every_rank(mesh, lambda: store.load(resume_from)))

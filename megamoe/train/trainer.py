@@ -88,6 +88,7 @@ class Trainer:
                 if stopped:
                     break
                 lr = learning_rate(self.config.optim, self.progress.step, t.num_steps)
+                self.optimizer.begin_step(self.progress.step)
                 result = train_step(self.pipeline, self.optimizer, micro, lr, num_tokens=num_tokens, num_bytes=num_bytes)
                 self.progress.step += 1
                 self.progress.next_window += t.global_batch_tokens // t.seq_len
@@ -131,6 +132,8 @@ class Trainer:
         }
         if self.peak_flops:
             row["mfu"] = self.flops_per_token * result.num_tokens / elapsed / (self.peak_flops * self.mesh.world.size)
+        if self.optimizer.qk_clip:
+            row |= self.optimizer.qk_clip.metrics()
         if result.balance:
             violation = result.balance.max_vio_L.tolist()
             row |= {"maxvio_mean": sum(violation) / len(violation), "maxvio_max": max(violation), "router_bias_max": result.balance.bias_LE.abs().max().item()}

@@ -35,8 +35,8 @@ def prover():
         yield Prover(pool.run)
 
 
-def case(model, world, engine="plain", optimizer="muon", recompute="none", packing=True, fault="", **parallel) -> Case:
-    return Case(model, ParallelConfig(**parallel), world, engine, OptimizerKind(optimizer), recompute, packing, fault=fault)
+def case(model, world, engine="plain", optimizer="muon", recompute="none", packing=True, fault="", qk_tau=0.0, **parallel) -> Case:
+    return Case(model, ParallelConfig(**parallel), world, engine, OptimizerKind(optimizer), recompute, packing, fault=fault, qk_tau=qk_tau)
 
 
 CASES = [
@@ -60,6 +60,26 @@ def test_layout_trains_the_model_of_one_rank(prover, proof):
     assert ranks[0]["bias"][0][:, : proof.model.moe.num_experts].abs().max() > 0.01, "router biases must move"
 
 
+CLIPPED = [
+    case(PLAIN, 2, qk_tau=0.25),
+    case(PLAIN, 2, tp=2, qk_tau=0.25, recompute="full"),
+    case(RICH, 2, pp=2, qk_tau=0.25),
+    case(OTHER, 2, cp=2, qk_tau=0.25, optimizer="adamw"),
+    case(PLAIN, 4, tp=2, qk_tau=0.25, engine="deepspeed", optimizer="sgd"),
+]
+
+
+@pytest.mark.parametrize("proof", CLIPPED, ids=lambda c: f"{c.engine}-{c.name}-{c.optimizer.name}")
+def test_qk_clip_is_that_of_one_rank(prover, proof):
+    """Some heads are clipped in both steps, others are not: maxima over the wrong ranks would move the border."""
+    verdict, ranks = prover.prove_with_traces(proof)
+    assert verdict.passed, verdict
+    heads = proof.model.mla.num_heads * (len(proof.model.full_attn_layers) + proof.model.mtp.num_layers)
+    for r in ranks:
+        assert all(0 < step["heads_clipped"] <= heads for step in r["qk_clip"]) and r["qk_clip"][1]["heads_clipped"] < heads, r["qk_clip"]
+        assert r["qk_clip"][0]["max_logit"] == pytest.approx(ranks[0]["qk_clip"][0]["max_logit"], rel=1e-6)
+
+
 CAUGHT = {
     "wrong_group": case(PLAIN, 2, tp=2, fault="wrong_group"),
     "missing_halo": case(PLAIN, 2, cp=2, fault="missing_halo"),
@@ -71,6 +91,7 @@ CAUGHT = {
     "cp_loss_scale": case(PLAIN, 2, cp=2, fault="cp_loss_scale"),
     "wrong_head_slice": case(PLAIN, 2, tp=2, fault="wrong_head_slice"),
     "expert_id_shifted": case(PLAIN, 2, ep=2, fault="expert_id_shifted"),
+    "logit_maxima_of_the_wrong_group": case(PLAIN, 4, tp=2, cp=2, qk_tau=0.25, fault="logit_maxima_of_the_wrong_group"),
 }
 
 
