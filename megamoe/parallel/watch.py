@@ -1,6 +1,6 @@
 """When one rank stops answering, the others time out in some collective, and each blames a different one. This says who.
 
-Every rank writes what it is about to do, and when, into the process group's store, where it can be read without the
+Every rank writes what it is about to do, when, and in which groups it is, into the process group's store, where it can be read without the
 silent rank's help. When a rank's collective fails, it waits a moment, reads all ranks' notes, and tells apart those that
 failed too (victims) from those that never noticed (the hung or dead ones).
 """
@@ -41,6 +41,9 @@ class Watch:
         self.mesh, self.timeout_s = mesh, timeout_s
         self._store = dist.distributed_c10d._get_default_store() if dist.is_initialized() and mesh.world.size > 1 else None
         self._phase = "start"
+        axes = {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")}
+        # In the note, because whoever ends up speaking may share no group with the silent rank.
+        self._groups = ", ".join(f"{name} {list(axis.ranks)}" for name, axis in axes.items() if axis.size > 1) or "no group but the world"
         # The test hook of tools/prove_launch.py: "rank:step" makes that rank hang in that step's first forward.
         rank, _, step = os.environ.get("MEGAMOE_TEST_HANG", "").partition(":")
         self._hangs_in = f"step {step}: forward" if rank == str(mesh.world.rank) else None
@@ -71,35 +74,30 @@ class Watch:
         if self._store is not None:
             # The store lives with rank 0: when that rank is gone there is nobody to tell.
             with contextlib.suppress(RuntimeError):
-                self._store.set(_key(self.mesh.world.rank), json.dumps([time.time(), phase, failed]))
+                self._store.set(_key(self.mesh.world.rank), json.dumps([time.time(), phase, failed, self._groups]))
 
     def _explain(self, error: RuntimeError) -> str:
         deadline = time.monotonic() + GRACE_S + (self.timeout_s if self.mesh.world.rank == 0 else 0)
         notes = self._read()
-        while time.monotonic() < deadline and sum(not failed for _, _, failed in notes.values()) > 1:
+        while time.monotonic() < deadline and sum(not failed for _, _, failed, _ in notes.values()) > 1:
             time.sleep(0.2)
             notes = self._read()
         mine = f"rank {self.mesh.world.rank} waited in «{self._phase}» ({first_line(error)})"
         if not notes:
             return f"rank 0, which keeps the notes of all ranks, is gone; {mine}"
         silent = [
-            f"rank {rank} ({self._groups(rank)}) did not answer: last seen in «{phase}», {time.time() - when:.0f} s ago"
-            for rank, (when, phase, failed) in sorted(notes.items()) if not failed
+            f"rank {rank} ({groups}) did not answer: last seen in «{phase}», {time.time() - when:.0f} s ago"
+            for rank, (when, phase, failed, groups) in sorted(notes.items()) if not failed
         ]  # fmt: skip
         return "; ".join([*(silent or ["every rank noticed a failed collective: a connection broke"]), mine])
 
-    def _read(self) -> dict[int, tuple[float, str, bool]]:
+    def _read(self) -> dict[int, tuple[float, str, bool, str]]:
         notes = {}
         with contextlib.suppress(RuntimeError):
             for rank in range(self.mesh.world.size):
                 if self._store.check([_key(rank)]):
                     notes[rank] = tuple(json.loads(self._store.get(_key(rank))))
         return notes
-
-    def _groups(self, rank: int) -> str:
-        """The groups of mine in which that rank is, by axis."""
-        shared = [f"{axis} {list(getattr(self.mesh, axis).ranks)}" for axis in ("pp", "dp", "cp", "tp", "ep", "edp") if getattr(self.mesh, axis).size > 1 and rank in getattr(self.mesh, axis).ranks]
-        return ", ".join(shared) or "no group of mine but the world"
 
 
 def _key(rank: int) -> str:
