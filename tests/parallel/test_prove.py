@@ -71,12 +71,13 @@ CLIPPED = [
 
 @pytest.mark.parametrize("proof", CLIPPED, ids=lambda c: f"{c.engine}-{c.name}-{c.optimizer.name}")
 def test_qk_clip_is_that_of_one_rank(prover, proof):
-    """Some heads are clipped in both steps, others are not: maxima over the wrong ranks would move the border."""
+    """Both steps clip, and one of them not every head: maxima over the wrong ranks would move the border."""
     verdict, ranks = prover.prove_with_traces(proof)
     assert verdict.passed, verdict
     heads = proof.model.mla.num_heads * (len(proof.model.full_attn_layers) + proof.model.mtp.num_layers)
     for r in ranks:
-        assert all(0 < step["heads_clipped"] <= heads for step in r["qk_clip"]) and r["qk_clip"][1]["heads_clipped"] < heads, r["qk_clip"]
+        clipped = [step["heads_clipped"] for step in r["qk_clip"]]
+        assert 0 < min(clipped) < heads and max(clipped) <= heads, r["qk_clip"]
         assert r["qk_clip"][0]["max_logit"] == pytest.approx(ranks[0]["qk_clip"][0]["max_logit"], rel=1e-6)
 
 
