@@ -22,7 +22,7 @@ from megamoe.utils.errors import UserError
 from megamoe.utils.plain import from_plain
 
 # Files that only compose together with a value that they cannot know.
-NEEDS = {"data=indexed": ["data.paths=[/data/corpus]"], "data=text": ["data.paths=[/data/corpus.txt]"]}
+NEEDS = {"data=chat": ["data.paths=[/data/chats.jsonl]"], "data=indexed": ["data.paths=[/data/corpus]"], "data=text": ["data.paths=[/data/corpus.txt]"]}
 EVERY_FILE = [f"{group}={name}" for group, names in groups().items() for name in names]
 
 
