@@ -23,6 +23,7 @@ from megamoe.monitor.console import Console, Pace, clock_time, progress_line
 from megamoe.monitor.metrics import guarded, read_load, read_metrics
 from megamoe.monitor.screen import count
 from megamoe.monitor.wandb_sink import decide_mode, utilisation
+from megamoe.ops import registry
 from megamoe.ops.registry import Choice
 from megamoe.utils.errors import UserError
 
@@ -36,7 +37,10 @@ def screen():
 
 
 @pytest.fixture
-def make(tmp_path, screen):
+def make(tmp_path, screen, monkeypatch):
+    # What other tests of this process made the registry choose is not this run's.
+    monkeypatch.setattr(registry, "status", lambda: [Choice("moe_route", "reference", (("cuda", "no CUDA device here"),))])
+
     def build(config=None, **kwargs):
         return Monitor(config or MonitorConfig(wandb=WandbMode.off), tmp_path, {"train": {"num_steps": 20}}, "run1", console=Console(20, stream=screen), **kwargs)
 
@@ -70,7 +74,7 @@ def test_a_run_is_written_and_shown(make, tmp_path, screen):
     assert "mfu" not in text
     found = read_metrics(tmp_path)
     assert found.series("loss") == ([1, 2], [3.0, 1.5]) and found.series("eval_loss") == ([2], [1.25]) and found.series("mfu") == ([], [])
-    assert found.summary["loss"] == 1.5 and [e["message"] for e in found.events] == ["step 2"]
+    assert found.summary["loss"] == 1.5 and [e["message"] for e in found.events] == ["moe_route reference (cuda: no CUDA device here)", "step 2"]
     with np.load(tmp_path / "expert_load.npz") as archive:
         assert archive["step"].tolist() == [1, 2] and archive["load"].tolist() == read_load(tmp_path)[1].tolist() == [[[1, 2, 3], [4, 5, 6]], [[2, 2, 3], [4, 5, 6]]]
 
