@@ -18,8 +18,11 @@ from megamoe.ops.registry import choose, register
 
 ENCODE_OP = "mxfp4_encode"
 DECODE_OP = "mxfp4_decode"
+ROUND_OP = "mx_round"
 GROUP = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUND_DTYPES = (*DTYPES, torch.float64)
+FORMS = ("mxfp4", "mxfp8")
 
 
 def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,31 +72,45 @@ def decode(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch
     return choose(DECODE_OP, device=packed.device.type, dtype=dtype)(packed, scale, dtype)
 
 
-def fake_quantize(x: torch.Tensor) -> torch.Tensor:
-    """decode(encode(x)) in x's dtype; its gradient passes unchanged (straight-through). For weights, (..., K)."""
-    return _StraightThrough.apply(x, lambda v: decode(*encode(v), v.dtype))
+def round_to(x: torch.Tensor, form: str) -> torch.Tensor:
+    """The nearest values that a block format has, in x's dtype; carries no gradient.
 
-
-def fake_quantize_mxfp8(x: torch.Tensor) -> torch.Tensor:
-    """What MXFP8 makes of activations: E4M3 in groups of 32, straight-through gradient, x's dtype.
-
-    Scale by OCP's rule, 2^(floor(log2 amax) - 8), values past 448 saturate, ties to even. NaN and infinity: as `encode`.
+    mxfp4: decode(encode(x)), bit for bit, in one pass that writes no codes.
+    mxfp8: E4M3 in groups of 32. Scale by OCP's rule, 2^(floor(log2 amax) - 8); values past 448 saturate, ties go to even.
+    A group with a NaN or an infinity becomes NaN. float64 is rounded to fp32 first.
 
     Args:
-        x: (..., K) fp32, bf16 or fp16, K a multiple of 32.
-    """
-    from megamoe.ops.mxfp4.reference import round_mxfp8
+        x: (..., K) fp32, bf16, fp16 or fp64, K a multiple of 32.
+        form: `mxfp4` or `mxfp8`.
 
-    if x.dtype not in DTYPES:
-        raise ValueError(f"fake_quantize_mxfp8: x is {x.dtype}, expected float32, bfloat16 or float16")
+    Raises:
+        ValueError: another dtype, width or form.
+
+    No collective, no host sync. Twin: reference.py.
+    """
+    if form not in FORMS:
+        raise ValueError(f"mxfp4.round_to: form={form!r} must be one of {', '.join(FORMS)}")
+    if x.dtype not in ROUND_DTYPES:
+        raise ValueError(f"mxfp4.round_to: x is {x.dtype}, expected float32, bfloat16, float16 or float64")
     _check_width(x)
-    return _StraightThrough.apply(x, round_mxfp8)
+    return choose(ROUND_OP, device=x.device.type, dtype=x.dtype)(x.detach(), form)
+
+
+def fake_quantize(x: torch.Tensor, form: str = "mxfp4", rounded: torch.Tensor | None = None) -> torch.Tensor:
+    """`round_to` whose gradient passes unchanged (straight-through), also where values saturate.
+
+    Args:
+        rounded: what `round_to(x, form)` gave earlier, of an x that has not changed since: spares the pass.
+    """
+    return _StraightThrough.apply(x, round_to(x, form) if rounded is None else rounded)
 
 
 class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, quantize):
-        return quantize(x)
+    def forward(ctx, x, rounded):
+        # A gradient that its taker has added elsewhere (`main_grad`) arrives as None and shall not become zeros.
+        ctx.set_materialize_grads(False)
+        return rounded.view_as(rounded)
 
     @staticmethod
     def backward(ctx, dout):
@@ -115,3 +132,5 @@ register(ENCODE_OP, "triton", **triton_backend("megamoe.ops.mxfp4.triton", "enco
 register(ENCODE_OP, "reference", load=lambda: _load("encode"))
 register(DECODE_OP, "triton", **triton_backend("megamoe.ops.mxfp4.triton", "decode"))
 register(DECODE_OP, "reference", load=lambda: _load("decode"))
+register(ROUND_OP, "triton", **triton_backend("megamoe.ops.mxfp4.triton", "round_to"))
+register(ROUND_OP, "reference", load=lambda: _load("round_to"))

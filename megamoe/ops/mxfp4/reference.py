@@ -37,8 +37,10 @@ def decode(packed, scale, dtype=torch.bfloat16):
     return x.flatten(-2).to(dtype)
 
 
-def round_mxfp8(x):
-    """See `megamoe.ops.mxfp4.fake_quantize_mxfp8`."""
+def round_to(x, form):
+    """See the contract in `megamoe.ops.mxfp4`."""
+    if form == "mxfp4":
+        return decode(*encode(x), torch.float32).to(x.dtype)
     groups = x.float().unflatten(-1, (-1, GROUP))
     largest = _largest_bits(groups)
     scale = ((largest >> 23) - 8).clamp(min=0)

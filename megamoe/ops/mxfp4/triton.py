@@ -1,4 +1,4 @@
-"""MXFP4 on a GPU. Encoding: a program takes whole groups. Decoding: a program takes consecutive elements."""
+"""MXFP4 and MXFP8 on a GPU. Encoding and rounding: a program takes whole groups. Decoding: a program takes consecutive elements."""
 
 from __future__ import annotations
 
@@ -50,10 +50,40 @@ def _decode(packed, scales, out, N, ELEMENTS: tl.constexpr):
     tl.store(out + i, value.to(out.dtype.element_ty), mask=mask)
 
 
-def why_not(*, device="cuda", **_) -> str | None:
+@triton.jit
+def _round(x, out, M, MXFP8: tl.constexpr, GROUPS: tl.constexpr):
+    """Nearest value instead of nearest code: steps of the format are powers of two, so adding 2^23 rounds to them, ties to even."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    here = group < M
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    v = tl.load(x + at, mask=here[:, None], other=0.0).to(tl.float32)
+    bits = v.to(tl.int32, bitcast=True)
+    largest = tl.max(bits & 0x7FFFFFFF, 1)
+    if MXFP8:
+        scale = tl.maximum((largest >> 23) - 8, 0)
+    else:
+        scale = tl.maximum((largest >> 23) - 2 + ((largest & 0x007FFFFF) > 0x00400000).to(tl.int32), 0)
+    scale = tl.where(largest == 0, 127, scale)
+    a = tl.abs(v) * _power_of_two(254 - scale)[:, None]
+    # Exponent of the step between neighbours at a: E4M3 has 3 bits of mantissa from 2^-6 on, E2M1 one from 1 on.
+    if MXFP8:
+        a = tl.minimum(a, 448.0)
+        step = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, 121) - 3
+    else:
+        step = tl.maximum(a.to(tl.int32, bitcast=True) >> 23, 127) - 1
+    steps = (a * _power_of_two(254 - step) + 8388608.0) - 8388608.0
+    value = steps * _power_of_two(step) * _power_of_two(scale)[:, None]
+    value = (value.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+    value = tl.where((largest >= 0x7F800000)[:, None], float("nan"), value)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=here[:, None])
+
+
+def why_not(*, device="cuda", dtype=torch.bfloat16, **_) -> str | None:
     """Why these kernels cannot serve a call site, in words, or None."""
     if device != "cuda":
         return f"tensors are on {device}, not on a GPU"
+    if dtype == torch.float64:
+        return "takes no float64"
     return None if torch.cuda.get_device_capability() >= (8, 0) else "needs compute capability 8.0 or newer"
 
 
@@ -75,4 +105,14 @@ def decode(packed, scale, dtype=torch.bfloat16):
     N = out.numel()
     if N:
         _decode[(triton.cdiv(N, ELEMENTS),)](packed, scale, out, N, ELEMENTS=ELEMENTS)
+    return out
+
+
+def round_to(x, form):
+    """See the contract in `megamoe.ops.mxfp4`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    M = x.numel() // 32
+    if M:
+        _round[(triton.cdiv(M, GROUPS),)](x, out, M, MXFP8=form == "mxfp8", GROUPS=GROUPS)
     return out
