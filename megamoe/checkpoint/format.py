@@ -122,10 +122,11 @@ class Manifest:
         return json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, "step": self.step, "state": self.state, "files": files, "tensors": tensors}).encode()
 
 
-def parse_manifest(data: bytes, where: str) -> Manifest:
+def parse_manifest(data: bytes, where: str, *, complete: bool = True) -> Manifest:
     """The manifest of one committed checkpoint, everything in it checked but the tensor bytes.
 
-    File names must be plain names: a manifest cannot point outside of its folder.
+    File names must be plain names: a manifest cannot point outside of its folder. `complete` asks that every tensor is
+    filled; one writer's piece is not.
 
     Raises:
         UserError: not JSON, another format or version, or anything that is not what this format says.
@@ -148,7 +149,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         if not isinstance(raw["state"], dict):
             raise ValueError("state is no object")
         manifest = Manifest(_int(raw["step"]), raw["state"], files, tensors)
-        manifest.check_complete()
+        if complete:
+            manifest.check_complete()
         return manifest
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)

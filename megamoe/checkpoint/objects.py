@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Objects:
 
     Args:
         location: a local path, `file://…`, or `s3://bucket/prefix`.
-        create: make a local folder that is not there.
+        create: make a local folder that is not there, at once; `put` does in any case.
     """
 
     def __init__(self, location: str | Path, *, create: bool = False):
@@ -48,12 +49,12 @@ class Objects:
             self._store = S3Store(bucket, prefix=prefix or None, retry_config=retry, region=os.environ.get("AWS_REGION", "us-east-1"))
             return
         self.root = Path(rest if separator else text).absolute()
-        try:
-            if create:
+        self._store = None
+        if create:
+            try:
                 self.root.mkdir(parents=True, exist_ok=True)
-            self._store = LocalStore(self.root) if self.root.is_dir() else None
-        except (OSError, BaseError) as error:
-            raise StoreError(f"{self.location}: {_line(error)}") from None
+            except OSError as error:
+                raise StoreError(f"{self.location}: {_line(error)}") from None
 
     def put(self, name: str, data: bytes) -> None:
         """Write a new object; durable when this returns.
@@ -62,11 +63,11 @@ class Objects:
             Taken: the name exists. StoreError: it could not be written; nothing is visible under the name.
         """
         try:
-            obstore.put(self._need(), name, data, mode="create", use_multipart=False)
             if self.root is not None:
-                _sync(self.root / name)
-                _sync((self.root / name).parent)
-        except AlreadyExistsError:
+                _create(self.root / name, data)
+            else:
+                obstore.put(self._store, name, data, mode="create", use_multipart=False)
+        except (AlreadyExistsError, FileExistsError):
             raise Taken(f"{self.location}/{name} already exists") from None
         except (BaseError, OSError) as error:
             raise StoreError(f"{self.location}/{name}: {_line(error)}") from None
@@ -100,10 +101,8 @@ class Objects:
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Names of all objects under a folder -> bytes. Empty when there is no such folder."""
-        if self._store is None:
-            return {}
         try:
-            return {m["path"]: m["size"] for batch in obstore.list(self._store, folder or None) for m in batch}
+            return {m["path"]: m["size"] for batch in obstore.list(self._need(), folder or None) for m in batch}
         except FileNotFoundError:
             return {}
         except (BaseError, OSError) as error:
@@ -139,9 +138,31 @@ class Objects:
             self.delete(list(self.sizes(folder)))
 
     def _need(self):
+        # A local folder may be made after this object.
         if self._store is None:
-            raise FileNotFoundError(self.location)
+            if not self.root.is_dir():
+                raise FileNotFoundError(self.location)
+            self._store = LocalStore(self.root)
         return self._store
+
+
+def _create(path: Path, data: bytes) -> None:
+    """Give a file its name only when all of it is on the disk: a name that is seen after a power cut has its bytes.
+
+    Raises:
+        FileExistsError: the name is taken. OSError: anything else; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with open(draft, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
@@ -153,6 +174,8 @@ def _sync(path: Path) -> None:
 
 
 def _line(error: Exception) -> str:
-    """obstore's errors carry a debug dump below an empty line."""
+    """obstore's errors carry a debug dump below an empty line; an OSError's own text repeats the path."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     text = str(error).split("\n\nDebug source")[0]
     return " ".join(text.split())[:300]

@@ -8,14 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megamoe.checkpoint.boxes import intersect, slices
+from megamoe.checkpoint.boxes import Box, intersect, slices
 from megamoe.checkpoint.format import COMMIT, MANIFEST, Entry, Part, damaged, parse_header, parse_manifest, xxh3
 from megamoe.checkpoint.objects import Objects, StoreError
 from megamoe.utils.errors import UserError, check
@@ -90,23 +90,33 @@ class Checkpoint:
         entry = self.entry(name)
         offset = (0,) * len(entry.shape) if offset is None else tuple(offset)
         shape = tuple(s - o for s, o in zip(entry.shape, offset)) if shape is None else tuple(shape)
+        return self.read_boxes([(name, (offset, shape))])[0]
+
+    def _checked(self, name: str, box: Box) -> Entry:
+        entry, (offset, shape) = self.entry(name), box
         check(len(offset) == len(shape) == len(entry.shape) and all(o >= 0 and n >= 0 and o + n <= s for o, n, s in zip(offset, shape, entry.shape)),
               "run.resume", self.location, f"{name} has shape {entry.shape}, the part {shape} at {offset} was asked for; it is a checkpoint of another model")
-        out = torch.empty(shape, dtype=entry.torch_dtype)
-        for part in entry.parts:
-            common = intersect(part.box, (offset, shape))
-            if common is not None or not shape:
-                values = torch.frombuffer(self.part_bytes(name, part), dtype=entry.torch_dtype).view(part.box[1])
-                if shape:
-                    out[slices(common, offset)] = values[slices(common, part.box[0])]
-                else:
-                    out.copy_(values)
-        return out
+        return entry
 
-    def read_many(self, wanted: list[tuple[str, tuple[int, ...] | None, tuple[int, ...] | None]]) -> list[torch.Tensor]:
-        """`read` of several boxes, some at a time."""
+    def read_boxes(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """Many boxes, some at a time; a stored part that several of them touch is read once. As `read` otherwise."""
+        by_name: dict[str, list[int]] = {}
+        for i, (name, _) in enumerate(wanted):
+            by_name.setdefault(name, []).append(i)
+        out: list[torch.Tensor] = [torch.empty(box[1], dtype=self._checked(name, box).torch_dtype) for name, box in wanted]
+
+        def fill(name: str) -> None:
+            entry = self.entry(name)
+            for part in entry.parts:
+                targets = [(i, common) for i in by_name[name] if (common := intersect(part.box, wanted[i][1])) is not None]
+                if targets:
+                    values = torch.frombuffer(self.part_bytes(name, part), dtype=entry.torch_dtype).view(part.box[1])
+                for i, common in targets:
+                    out[i][slices(common, wanted[i][1][0])] = values[slices(common, part.box[0])]
+
         with ThreadPoolExecutor(READERS) as pool:
-            return list(pool.map(lambda w: self.read(*w), wanted))
+            list(pool.map(fill, by_name))
+        return out
 
     def part_bytes(self, name: str, part: Part) -> bytearray:
         """The verified bytes of one stored part.

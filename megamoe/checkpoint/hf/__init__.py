@@ -1,0 +1,8 @@
+"""Released (Hugging Face) checkpoints: their tensor names, their files, and the way to our format and back.
+
+    names.py     the one table: logical name <-> released name, with shape, dtype and form
+    config.py    config.json <-> ModelConfig
+    files.py     folders of safetensors: headers first, then byte ranges; writing in streams
+    experts.py   MXFP4 experts: decode, and encode only what changed
+    convert.py   import and export, in several processes
+"""
