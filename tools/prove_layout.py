@@ -6,7 +6,8 @@
 
 Takes the trainer's Hydra overrides. Two optimizer steps with packed, uneven documents, masked tokens and a skewed router
 run on the layout and on one rank, twice: `plain`, float64, limit 1e-10, and `deepspeed`, fp32 with SGD and an active clip,
-limit 1e-6. Exit code 0 when everything passes, 1 when not, 2 for a configuration that cannot be proved.
+limit 1e-6. With a pipeline, a second table has the bytes over every boundary: counted while it ran, and by the formulas with
+and without cached AttnRes rows; counted bytes that differ from the cached formula fail the proof. Exit code 0 when everything passes, 1 when not, 2 for a configuration that cannot be proved.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 HEADER = f"{'ranks':>5}  {'layout':26} {'model':12} {'other':22} {'engine':9} {'loss':>8} {'gradient':>8} {'norm':>8} {'routing':>8} {'weights':>8}  result"
+TRAFFIC_HEADER = f"{'layout':26} {'model':12} {'engine':9} {'boundary':18} {'B forward':>10} {'B back':>10} {'cached':>10} {'naive':>10} {'ratio':>6}  result"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,6 +68,10 @@ def main(argv: list[str] | None = None) -> int:
                 row = _prove(prover, name, _for_engine(case, engine))
                 rows.append(row)
                 print(_line(row), flush=True)
+    if any(r.get("boundaries") for r in rows):
+        print(f"\n{TRAFFIC_HEADER}")
+        for row in rows:
+            print("\n".join(_traffic_lines(row)), end="\n" if row.get("boundaries") else "")
     failed = [r for r in rows if r["result"] != "PASS"]
     print(f"\n{len(rows) - len(failed)} of {len(rows)} proofs pass ({len(cases)} layouts) in {time.monotonic() - begin:.0f} s")
     for row in failed:
@@ -89,8 +95,19 @@ def _prove(prover, name: str, case) -> dict:
         v = prover.prove(case)
     except RuntimeError as error:
         return row | {"result": "ERROR", "detail": str(error).strip().splitlines()[-1]}
-    detail = f"worst gradient {v.gradient_name}, worst weight {v.weights_name}"
-    return row | {"loss": v.loss, "gradient": v.gradient, "norm": v.norm, "routing": v.bias, "weights": v.weights, "result": "PASS" if v.passed else "FAIL", "detail": detail}
+    sent = [f"boundary {b.chunk}→{b.chunk + 1} carried {b.forward} B forward and {b.backward} B back, not {b.cached} B" for b in v.boundaries if b.off]
+    detail = "; ".join(sent) if sent else f"worst gradient {v.gradient_name}, worst weight {v.weights_name}"
+    return row | {"loss": v.loss, "gradient": v.gradient, "norm": v.norm, "routing": v.bias, "weights": v.weights, "boundaries": [asdict(b) for b in v.boundaries], "result": "PASS" if v.passed else "FAIL", "detail": detail}
+
+
+def _traffic_lines(row: dict) -> list[str]:
+    """One line for each boundary: of all steps, micro-batches and ranks, one direction."""
+    lines = []
+    for b in row.get("boundaries", []):
+        where = f"{b['chunk']}→{b['chunk'] + 1} (rank {b['ranks'][0]}→{b['ranks'][1]})"
+        counted = "PASS" if b["forward"] == b["backward"] == b["cached"] else "FAIL"
+        lines.append(f"{row['layout']:26} {row['model']:12} {row['engine']:9} {where:18} {b['forward']:>10} {b['backward']:>10} {b['cached']:>10} {b['naive']:>10} {b['naive'] / b['cached']:>6.2f}  {counted}")
+    return lines
 
 
 def _line(row: dict) -> str:

@@ -1,4 +1,4 @@
-"""Eleven faults that were made, or nearly made, in parallel training code. The proof must catch each of them.
+"""Faults that were made, or nearly made, in parallel training code. The proof must catch each of them.
 
 A fault is a context manager that damages the running code and yields `damage(stage, mesh)`, called once when the stage is
 built and before it gets its values. Only tests plant them.
@@ -116,6 +116,17 @@ def stale_row() -> Iterator[Damage]:
 
 
 @contextlib.contextmanager
+def row_sent_twice() -> Iterator[Damage]:
+    """A row that the receiver has seen travels once more with every message. Nothing is computed differently."""
+    incoming, send = Pipeline._incoming, Pipeline._send
+    with (
+        mock.patch.object(Pipeline, "_incoming", lambda self, action, flight, count: incoming(self, action, flight, count + 1)[:-1]),
+        mock.patch.object(Pipeline, "_send", lambda self, action, x: send(self, action, torch.cat([x, x[:1]]))),
+    ):
+        yield _nothing
+
+
+@contextlib.contextmanager
 def unflagged_tp_weight() -> Iterator[Damage]:
     """A weight that is cut over tp is taken for a replica: its slices' gradients are summed together."""
     yield _change_record("o_proj.weight", reduce_axis="stage")
@@ -160,5 +171,5 @@ def logit_maxima_of_the_wrong_group() -> Iterator[Damage]:
 
 FAULTS = {"": none} | {f.__name__: f for f in (
     wrong_group, missing_halo, doubled_gradient, histogram_counted_twice, norm_counts_replicas,
-    stale_row, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted, logit_maxima_of_the_wrong_group,
+    stale_row, row_sent_twice, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted, logit_maxima_of_the_wrong_group,
 )}  # fmt: skip

@@ -2,7 +2,7 @@
 
 `trace` runs on every rank of a layout and brings back loss, reduced gradients, norm, router biases and weights, each slice
 with its place in the whole tensor. `compare` puts the slices of all ranks against the one-rank trace. Every rank's copy
-counts: replicas that drift apart are a difference.
+counts: replicas that drift apart are a difference. So do bytes over a pipeline boundary that the plan did not foresee.
 
 Two forms. `plain`: float64, so that 1e-10 leaves no room for anything but rounding. `deepspeed`: the engine that trains,
 fp32, SGD with an active clip (AdamW would hide a wrong norm), 1e-6.
@@ -37,6 +37,7 @@ from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import build_stage
 from megamoe.parallel.stages import plan_stages
 from megamoe.testing.faults import FAULTS
+from megamoe.testing.traffic import Boundary, boundaries
 from megamoe.train.step import balance_routers, global_sum, own_counts
 
 STEPS = 2
@@ -182,7 +183,6 @@ def trace(case: Case) -> dict[str, Any]:
                 out["bias"].append(torch.cat([report.bias_LE.double(), report.count_LE.double()], 1))
         out["weights"] = [(_place(p), p.detach().clone()) for p in stage.parameters()]
         out["bytes_sent"] = pipeline.bytes_sent
-        out["boundary"] = (pipeline.plan.tensors_per_boundary(), pipeline.plan.tensors_per_boundary(cached=False), TOKENS // mesh.cp.size // mesh.tp.size * case.model.d_model * dtype.itemsize)
         return out
 
 
@@ -198,6 +198,7 @@ class Verdict:
     Attributes:
         bias: of router biases and of tokens counted per expert.
         gradient_name: the parameter whose gradient is furthest off. Through DeepSpeed gradients are seen in the weights.
+        boundaries: bytes over every pipeline boundary. Counted ones that differ from the formula are a failure like any other.
     """
 
     case: Case
@@ -208,10 +209,15 @@ class Verdict:
     bias: float
     weights: float
     weights_name: str
+    boundaries: tuple[Boundary, ...] = ()
+
+    @property
+    def traffic(self) -> float:
+        return max((b.off for b in self.boundaries), default=0.0)
 
     @property
     def worst(self) -> float:
-        values = [self.loss, self.gradient or 0.0, self.norm, self.bias, self.weights]
+        values = [self.loss, self.gradient or 0.0, self.norm, self.bias, self.weights, self.traffic]
         return max(float("inf") if v != v else v for v in values)
 
     @property
@@ -250,7 +256,8 @@ def compare(case: Case, ranks: list[dict], one: dict) -> Verdict:
     E = case.model.moe.num_experts
     pairs = [(a, b) for r in ranks for a, b in zip(r["bias"], one["bias"], strict=True)]
     bias = max((off(a[:, part], b[:, part]) for a, b in pairs for part in (slice(0, E), slice(E, None))), default=0.0)
-    return Verdict(case, scalars("loss"), gradient and gradient[0], gradient[1] if gradient else "(seen in the weights)", scalars("norm"), bias, *weights)
+    sent = boundaries(case, ranks, tokens=TOKENS, steps=STEPS, itemsize=8 if case.engine == "plain" else 4)
+    return Verdict(case, scalars("loss"), gradient and gradient[0], gradient[1] if gradient else "(seen in the weights)", scalars("norm"), bias, *weights, sent)
 
 
 def _assemble(ranks: list[dict]) -> dict[tuple[int, str], torch.Tensor]:

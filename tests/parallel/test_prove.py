@@ -58,6 +58,10 @@ def test_layout_trains_the_model_of_one_rank(prover, proof):
     assert verdict.passed, verdict
     assert all(n > 1.5 * CLIP_NORM for n in ranks[0]["norm"]), "the clip must be active for a wrong norm to show in the weights"
     assert ranks[0]["bias"][0][:, : proof.model.moe.num_experts].abs().max() > 0.01, "router biases must move"
+    # Part of the verdict; here that there is something to judge. A rank meets a row again only where it has several chunks.
+    p = proof.parallel
+    assert len(verdict.boundaries) == (p.pp * p.vpp - 1 if p.pp > 1 else 0)
+    assert any(b.cached < b.naive for b in verdict.boundaries) == (p.vpp > 1)
 
 
 CLIPPED = [
@@ -88,6 +92,7 @@ CAUGHT = {
     "histogram_counted_twice": case(PLAIN, 2, recompute="full", fault="histogram_counted_twice"),
     "norm_counts_replicas": case(PLAIN, 2, fault="norm_counts_replicas"),
     "stale_row": case(PLAIN, 2, pp=2, fault="stale_row"),
+    "row_sent_twice": case(PLAIN, 2, pp=2, fault="row_sent_twice"),
     "unflagged_tp_weight": case(PLAIN, 2, tp=2, optimizer="adamw", fault="unflagged_tp_weight"),
     "cp_loss_scale": case(PLAIN, 2, cp=2, fault="cp_loss_scale"),
     "wrong_head_slice": case(PLAIN, 2, tp=2, fault="wrong_head_slice"),
@@ -113,14 +118,3 @@ def test_planted_fault_is_caught(prover, sound, name):
     verdict = prover.prove(CAUGHT[name])
     assert not verdict.passed, f"{name} went unnoticed: {verdict}"
     assert verdict.worst > 1e4 * LIMITS["plain"], f"{name} hardly shows: {verdict}"
-
-
-@pytest.mark.parametrize("model, parallel", [(PLAIN, dict(pp=4)), (OTHER, dict(pp=2, vpp=2))], ids=["pp4", "pp2-vpp2-full"])
-def test_bytes_over_each_boundary_are_those_of_the_plan(prover, model, parallel):
-    verdict, ranks = prover.prove_with_traces(case(model, 4 if parallel["pp"] == 4 else 2, **parallel))
-    cached, naive, tensor_bytes = ranks[0]["boundary"]
-    steps_and_micro_batches = 2 * verdict.case.num_micro_batches
-    for kind in "FB":
-        sent = [sum(r["bytes_sent"][kind][b] for r in ranks) for b in range(len(cached))]
-        assert sent == [n * tensor_bytes * steps_and_micro_batches for n in cached]
-    assert sum(naive) >= sum(cached)
