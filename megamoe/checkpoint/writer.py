@@ -39,10 +39,11 @@ class Writer:
 
     Args:
         writer: number of the process among the writers of this attempt.
+        file_bytes: tensors of one file; about three times as much memory is used while it is written.
     """
 
-    def __init__(self, objects: Objects, step: int, attempt: str, writer: int = 0):
-        self.objects, self.writer = objects, writer
+    def __init__(self, objects: Objects, step: int, attempt: str, writer: int = 0, *, file_bytes: int = FILE_BYTES):
+        self.objects, self.writer, self.file_bytes = objects, writer, file_bytes
         self._base = f"{step_folder(step)}/{attempt}"
         self._manifest = Manifest(step, {})
         self._boxes: list[tuple[str, tuple, torch.Tensor]] = []
@@ -68,7 +69,7 @@ class Writer:
             part = values[slices(piece, (0,) * values.dim())] if values.dim() else values
             self._boxes.append((name, shifted(piece, offset), part))
             self._bytes += part.numel() * part.element_size()
-            if self._bytes >= FILE_BYTES:
+            if self._bytes >= self.file_bytes:
                 self._flush()
 
     def _flush(self) -> None:
