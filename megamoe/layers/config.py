@@ -56,6 +56,13 @@ class Balancing(Enum):
     none = "none"
 
 
+class QAT(Enum):
+    """What routed experts are trained for. Masters stay as they are; gradients pass the rounding unchanged."""
+
+    off = "off"  # nothing is rounded. In YAML write "off" with quotes: bare off is a boolean
+    mxfp4 = "mxfp4"  # weights rounded to MXFP4, the inputs of both products to MXFP8
+
+
 def require(ok: bool, key: str, value: object, way_out: str) -> None:
     """`check` for a key of the model group. NaN fails every comparison, so write `ok` positively."""
     check(ok, f"model.{key}", value, way_out)
@@ -177,6 +184,7 @@ class MoEConfig:
     threshold_step: float = 0.1
     threshold_high: float = 1.2
     threshold_low: float = 0.8
+    qat: QAT = QAT.off
     dispatch: str = "auto"
     grouped_mlp: str = "auto"
 
@@ -192,6 +200,9 @@ class MoEConfig:
             f"balancing=quantile needs one expert to be left out, moe.num_experts={self.num_experts}; use at most {self.num_experts - 1}, or balancing=none",
         )
         require(self.latent is None or self.latent >= 1, "moe.latent", self.latent, "needs at least 1, or null for experts in the model width")
+        for name in ("expert_size", "latent"):
+            width = getattr(self, name)
+            require(self.qat is QAT.off or width is None or width % 32 == 0, f"moe.{name}", width, f'moe.qat={self.qat.name} rounds in groups of 32: use a multiple of 32, or moe.qat="off"')
         require(self.num_shared_experts >= 0, "moe.num_shared_experts", self.num_shared_experts, "cannot be negative; 0 leaves the shared expert out")
         require(self.first_dense_layers >= 0, "moe.first_dense_layers", self.first_dense_layers, "cannot be negative; 0 makes every layer MoE")
         require(self.histogram_bins >= 2, "moe.histogram_bins", self.histogram_bins, "needs at least 2 bins; the family uses 1000")

@@ -11,30 +11,82 @@ Source: arXiv:2607.24653 sec. 2.3, arXiv:2601.18089; code ours.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from megamoe.layers.basic import Linear, RMSNorm
-from megamoe.layers.config import FFNConfig, MoEConfig
+from megamoe.layers.config import QAT, FFNConfig, MoEConfig
 from megamoe.layers.ffn import GatedMLP
 from megamoe.layers.router import Router, RouterStats
-from megamoe.ops import grouped_mlp, moe_dispatch
+from megamoe.ops import grouped_mlp, moe_dispatch, mxfp4
 from megamoe.ops.late import LateChoice
 
 
 class Experts(nn.Module):
-    """This rank's routed experts, stacked. w1 = gate, w3 = up: (e, F, L); w2 = down: (e, L, F)."""
+    """This rank's routed experts, stacked. w1 = gate, w3 = up: (e, F, L); w2 = down: (e, L, F).
 
-    def __init__(self, num_local: int, width: int, size: int, ffn: FFNConfig, backend: str) -> None:
+    With `qat` the products see weights rounded to MXFP4, in groups of 32 along their input dim, whatever the backend; masters
+    and gradients are those of the unrounded weights (straight-through). The rounded stacks are kept inside `hold_rounded`.
+    """
+
+    STACKS = ("w1", "w3", "w2")
+
+    def __init__(self, num_local: int, width: int, size: int, ffn: FFNConfig, backend: str, qat: QAT = QAT.off) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(num_local, size, width))
         self.w3 = nn.Parameter(torch.empty(num_local, size, width))
         self.w2 = nn.Parameter(torch.empty(num_local, width, size))
+        self.qat = qat
+        # Buffers, so that whatever treats a layer's weights as resident (offload) finds these among them; not saved.
+        for name in self.STACKS:
+            self.register_buffer(f"{name}_rounded", None, persistent=False)
         self.act = dict(act=ffn.act.name, act_beta=ffn.situ_beta, act_linear_beta=ffn.situ_linear_beta)
+        if qat is not QAT.off:
+            self.act["mxfp8_hidden"] = True
         self.op = LateChoice(grouped_mlp.OP, prefer=backend, D=width, F=size)
 
     def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor) -> torch.Tensor:
-        return self.op.on(rows_RL)(rows_RL, count_e, self.w1, self.w3, self.w2, **self.act)
+        return self.op.on(rows_RL)(rows_RL, count_e, *(self._seen(name) for name in self.STACKS), **self.act)
+
+    def _seen(self, name: str) -> torch.Tensor:
+        """The stack as the products see it."""
+        w = getattr(self, name)
+        if self.qat is QAT.off:
+            return w
+        rounded = mxfp4.fake_quantize(w, "mxfp4", getattr(self, f"{name}_rounded"))
+        if hasattr(w, "main_grad"):
+            rounded.main_grad = w.main_grad
+        return rounded
+
+    @torch.no_grad()
+    def round_now(self) -> None:
+        """Round the present weights and keep the result until `forget_rounded`."""
+        for name in self.STACKS:
+            setattr(self, f"{name}_rounded", mxfp4.round_to(getattr(self, name), "mxfp4"))
+
+    def forget_rounded(self) -> None:
+        for name in self.STACKS:
+            setattr(self, f"{name}_rounded", None)
+
+
+@contextlib.contextmanager
+def hold_rounded(model: nn.Module) -> Iterator[None]:
+    """Weights do not change inside this context: experts trained for low precision round theirs once, at its start.
+
+    One pass over the weights a step instead of one a micro-batch, and one rounded copy (2 bytes a weight in bf16) for all
+    micro-batches under way, which would each keep their own for backward.
+    """
+    experts = [m for m in model.modules() if isinstance(m, Experts) and m.qat is not QAT.off]
+    for module in experts:
+        module.round_now()
+    try:
+        yield
+    finally:
+        for module in experts:
+            module.forget_rounded()
 
 
 class MoE(nn.Module):
@@ -52,7 +104,7 @@ class MoE(nn.Module):
         self.num_local = config.num_experts if num_local is None else num_local
         width = d_model if config.latent is None else config.latent
         self.gate = Router(d_model, config)
-        self.experts = Experts(self.num_local, width, config.expert_size, ffn, config.grouped_mlp)
+        self.experts = Experts(self.num_local, width, config.expert_size, ffn, config.grouped_mlp, config.qat)
         if config.latent is not None:
             self.routed_expert_down_proj = Linear(d_model, config.latent)
             self.routed_expert_up_proj = Linear(config.latent, d_model)
@@ -69,6 +121,9 @@ class MoE(nn.Module):
         idx_NA, weight_NA, stats = self.gate(x_ND, token_mask_N)
         latent = self.config.latent is not None
         z_NL = self.routed_expert_down_proj(x_ND) if latent else x_ND
+        if self.config.qat is not QAT.off:
+            # Before tokens are copied to their experts: one rounding a token, not one a slot.
+            z_NL = mxfp4.fake_quantize(z_NL, "mxfp8")
         rows_RL, count_e, handle = self.dispatch.on(z_NL)(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
         y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e), handle)
         if latent:

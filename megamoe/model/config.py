@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from megamoe.layers.config import Activation, Balancing, FFNConfig, GateKind, KDAConfig, MLAConfig, MoEConfig, OutputGate, RopeKind, require
+from megamoe.layers.config import Activation, Balancing, FFNConfig, GateKind, KDAConfig, MLAConfig, MoEConfig, OutputGate, QAT, RopeKind, require
 
 __all__ = [
     "Activation", "AttnResKind", "Balancing", "FFNConfig", "GateKind", "KDAConfig", "MLAConfig", "ModelConfig", "MoEConfig",
-    "MTPConfig", "OutputGate", "RopeKind",
+    "MTPConfig", "OutputGate", "QAT", "RopeKind",
 ]  # fmt: skip
 
 
@@ -87,6 +87,13 @@ class ModelConfig:
             "moe.first_dense_layers",
             self.moe.first_dense_layers,
             f"larger than num_layers={self.num_layers}; use at most {self.num_layers} (all dense)",
+        )
+
+        require(
+            self.moe.qat is QAT.off or self.moe.latent is not None or self.d_model % 32 == 0,
+            "d_model",
+            self.d_model,
+            f'moe.qat={self.moe.qat.name} rounds in groups of 32, and without moe.latent experts work in this width: use a multiple of 32, or moe.qat="off"',
         )
 
     def is_full_attn(self, layer: int) -> bool:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megamoe.layers.moe import hold_rounded
 from megamoe.layers.stream import Stream
 from megamoe.model.mtp import mtp_labels, shift_within_documents
 from megamoe.model.transformer import Transformer
@@ -98,12 +99,13 @@ class Pipeline:
         """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         orders = one_f_one_b(self.mesh.pp.size, len(batches), self.plan.num_chunks // self.mesh.pp.size)
-        for action in orders[self.mesh.pp.rank]:
-            self.on_phase(f"{'forward' if action.kind == 'F' else 'backward'} of micro-batch {action.micro}, chunk {action.chunk}")
-            if action.kind == "F":
-                loss_sum += self._forward(action, batches[action.micro], 1.0 / max(1, num_tokens))
-            else:
-                self._backward(action, micro_batch)
+        with hold_rounded(self.stage):
+            for action in orders[self.mesh.pp.rank]:
+                self.on_phase(f"{'forward' if action.kind == 'F' else 'backward'} of micro-batch {action.micro}, chunk {action.chunk}")
+                if action.kind == "F":
+                    loss_sum += self._forward(action, batches[action.micro], 1.0 / max(1, num_tokens))
+                else:
+                    self._backward(action, micro_batch)
         self._finish_sends()
         assert not self._flights, "a micro-batch was not run back through every chunk"
         return loss_sum
@@ -112,10 +114,11 @@ class Pipeline:
     def evaluate(self, batches: Iterable) -> torch.Tensor:
         """Sum of the next-token losses, as `step` returns it, without gradients. Every rank passes as many micro-batches."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro, batch in enumerate(batches):
-            for chunk in self.chunks:
-                loss_sum += self._forward(Action("F", micro, chunk), batch, 1.0)
-            del self._flights[micro]
+        with hold_rounded(self.stage):
+            for micro, batch in enumerate(batches):
+                for chunk in self.chunks:
+                    loss_sum += self._forward(Action("F", micro, chunk), batch, 1.0)
+                del self._flights[micro]
         self._finish_sends()
         return loss_sum
 

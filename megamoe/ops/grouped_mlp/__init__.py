@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megamoe.ops import mxfp4
 from megamoe.ops.backends import triton_backend
 from megamoe.ops.registry import choose, register
 from megamoe.ops.situ_glu import validate_act
@@ -21,6 +22,7 @@ def grouped_mlp(
     act: str,
     act_beta: float = 4.0,
     act_linear_beta: float = 25.0,
+    mxfp8_hidden: bool = False,
 ) -> torch.Tensor:
     """out = act(rows W_gate^T, rows W_up^T) W_down^T, expert by expert.
 
@@ -29,6 +31,8 @@ def grouped_mlp(
         count_e: (e,) int32, rows of each expert, zero allowed. May sum to less than R.
         w_gate_eFD, w_up_eFD: (e, F, D); w_down_eDF: (e, D, F). Same dtype as the rows.
         act, act_beta, act_linear_beta: see `megamoe.ops.situ_glu`.
+        mxfp8_hidden: round what enters the second product to MXFP8, straight-through (`ops/mxfp4`); F a multiple of 32. The
+            other operands, rows and weights, are the caller's to round: it can do so once for many uses.
 
     Returns:
         out_RD: (R, D) in the rows' dtype; zero in rows past the sum of the counts.
@@ -40,8 +44,10 @@ def grouped_mlp(
     No collective. `reference` syncs the host once to read the counts, `grouped_mm` never. Twin: reference.py.
     """
     validate(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act)
+    if mxfp8_hidden and w_gate_eFD.shape[1] % mxfp4.GROUP:
+        raise ValueError(f"grouped_mlp: mxfp8_hidden needs an expert width that is a multiple of {mxfp4.GROUP}, got {w_gate_eFD.shape[1]}")
     op = choose(OP, device=rows_RD.device.type, dtype=rows_RD.dtype, D=rows_RD.shape[1], F=w_gate_eFD.shape[1])
-    return op(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act=act, act_beta=act_beta, act_linear_beta=act_linear_beta)
+    return op(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act=act, act_beta=act_beta, act_linear_beta=act_linear_beta, mxfp8_hidden=mxfp8_hidden)
 
 
 def validate(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act: str) -> None:

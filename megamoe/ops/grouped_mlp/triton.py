@@ -17,6 +17,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.ops.grouped_mlp import triton_kernels as kernels
+from megamoe.ops.mxfp4.triton import round_to
 
 SLOTS_PER_PROGRAM = 32
 MAX_EXPERTS = 4096
@@ -75,10 +76,10 @@ def rules(R: int, E: int) -> Rules:
     )
 
 
-def grouped_mlp(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, *, act, act_beta=4.0, act_linear_beta=25.0):
+def grouped_mlp(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, *, act, act_beta=4.0, act_linear_beta=25.0, mxfp8_hidden=False):
     """See the contract in `megamoe.ops.grouped_mlp`. bf16 on a GPU. No host sync."""
     main_grads = tuple(getattr(w, "main_grad", None) for w in (w_gate_eFD, w_up_eFD, w_down_eDF))
-    return _GroupedMLP.apply(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, (act == "situ", act_beta, act_linear_beta), main_grads)
+    return _GroupedMLP.apply(rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, (act == "situ", act_beta, act_linear_beta), mxfp8_hidden, main_grads)
 
 
 def why_not(*, device: str, dtype: torch.dtype, D: int, F: int, **_) -> str | None:
@@ -213,8 +214,8 @@ def _zero_rest(plan: Plan, out_RD) -> None:
 
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act, main_grads):
-        ctx.act, ctx.main_grads, ctx.plan = act, main_grads, None
+    def forward(ctx, rows_RD, count_e, w_gate_eFD, w_up_eFD, w_down_eDF, act, mxfp8_hidden, main_grads):
+        ctx.act, ctx.mxfp8_hidden, ctx.main_grads, ctx.plan = act, mxfp8_hidden, main_grads, None
         if rows_RD.shape[0] == 0:
             ctx.save_for_backward(rows_RD, w_gate_eFD, w_up_eFD, w_down_eDF)
             return torch.zeros_like(rows_RD)
@@ -223,6 +224,8 @@ class _GroupedMLP(torch.autograd.Function):
         ctx.plan = make_plan(count_e, rows_RD.shape[0])
         hidden_RF, gate_RF, up_RF = up_fwd(ctx.plan, rows_RD, weights[0], weights[1], act, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(rows_RD, *weights, gate_RF, up_RF)
+        if mxfp8_hidden:
+            hidden_RF = round_to(hidden_RF, "mxfp8")
         return down_fwd(ctx.plan, hidden_RF, weights[2])
 
     @staticmethod
@@ -231,12 +234,14 @@ class _GroupedMLP(torch.autograd.Function):
         if ctx.plan is None:
             rows_RD, *weights = ctx.saved_tensors
             dws = [torch.zeros_like(w) if need and into is None else None for w, need, into in zip(weights, need_w, ctx.main_grads)]
-            return torch.zeros_like(rows_RD), None, *dws, None, None
+            return torch.zeros_like(rows_RD), None, *dws, None, None, None
         rows_RD, w_gate_eFD, w_up_eFD, w_down_eDF, gate_RF, up_RF = ctx.saved_tensors
         dout_RD, plan, into = dout_RD.contiguous(), ctx.plan, ctx.main_grads
         dgate_RF, dup_RF, hidden_RF = hidden_bwd(plan, dout_RD, w_down_eDF, gate_RF, up_RF, ctx.act)
+        if ctx.mxfp8_hidden:
+            hidden_RF = round_to(hidden_RF, "mxfp8")
         drows = rows_bwd(plan, dgate_RF, dup_RF, w_gate_eFD, w_up_eFD) if need_rows else None
         dw_gate = weight_bwd(plan, dgate_RF, rows_RD, w_gate_eFD, into[0]) if need_w[0] else None
         dw_up = weight_bwd(plan, dup_RF, rows_RD, w_up_eFD, into[1]) if need_w[1] else None
         dw_down = weight_bwd(plan, dout_RD, hidden_RF, w_down_eDF, into[2]) if need_w[2] else None
-        return drows, None, dw_gate, dw_up, dw_down, None, None
+        return drows, None, dw_gate, dw_up, dw_down, None, None, None
