@@ -48,8 +48,9 @@ static_assert(kGroup + 16 <= kStageBytes && kStageBytes % 1024 == 0 && kValues %
 constexpr uint32_t kSharedBytes = 1024 + kStages * kStageBytes + 256;  // alignment, stages, barriers
 static_assert(kSharedBytes <= 232448 && 2 * kStages * 8 <= 256);
 
-// kOutput writes o (and final states). kMap computes what a segment does to the state entering it: S -> M S + S0, with two
-// blocks a segment, one started from zero with the real values (S0), one from the identity with zero values (M).
+// kOutput writes o (and final states). kMap computes what the segment before a border does to the state entering it:
+// S -> M S + S0, with two blocks a segment, one started from zero (the document's first: its initial state) with the real
+// values (S0), one from the identity with zero values (M).
 enum class Mode { kOutput, kMap };
 
 struct Arguments {
@@ -58,9 +59,18 @@ struct Arguments {
   float* final_state;
   const Group* table;          // nullptr: one document
   const int32_t* first_group;  // [N] is the number of groups; nullptr: one document
-  float* maps;                 // (H, segments, 2, K, V): S0 and M of each segment
-  float* entering;             // (H, segments, K, V): state before each segment
-  int segments;
+  float* borders;              // (num_borders, H, 2, K, V): see chain_segments; nullptr: no document is cut
+  int num_borders;
+  int runs;                    // kOutput: blocks a head, each a run of whole segments
+};
+
+constexpr int kSegmentGroups = kForwardSegment / kRows;
+static_assert(kForwardSegment % kRows == 0);
+
+struct DocumentStart {
+  const int32_t* cu_seqlens;
+  int32_t T;
+  __device__ __forceinline__ int32_t operator()(int n) const { return cu_seqlens ? cu_seqlens[n] : (n ? T : 0); }
 };
 
 __device__ __forceinline__ int num_groups(const Arguments& args) { return args.table ? args.first_group[args.in.N] : int((args.in.T + kRows - 1) / kRows); }
@@ -69,6 +79,14 @@ __device__ __forceinline__ Group group_at(const Arguments& args, int index) {
   if (args.table) return args.table[index];
   const int64_t left = args.in.T - int64_t(index) * kRows;
   return {index * kRows, left < kRows ? int(left) : kRows, 0, index * 2 + (left <= kRows)};
+}
+
+// The first group at `index` or after it that starts a segment; the end of the table when there is none.
+__device__ __forceinline__ int segment_from(const Arguments& args, int index, int total) {
+  if (index >= total) return total;
+  const Group group = group_at(args, index);
+  const int ahead = (kSegmentGroups - group.index() % kSegmentGroups) % kSegmentGroups, end = args.table ? args.first_group[group.document + 1] : total;
+  return min(index + ahead, end);
 }
 
 struct Stage {

@@ -24,20 +24,25 @@ __device__ __forceinline__ void store_state(const float (&state)[64], float* des
   for (int i = 0; i < 64; ++i) destination[place.offset(i)] = exp2f(kShift) * state[i];
 }
 
+// A map, whose value index is the channel that enters, as chain_segments wants it: [channel that enters][channel].
+__device__ __forceinline__ void store_map(const float (&state)[64], float* destination, const StatePlace& place) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) {
+    const int at = place.offset(i);
+    destination[at % kWidth * kWidth + at / kWidth] = exp2f(kShift) * state[i];
+  }
+}
+
 template <Mode MODE>
-__device__ __forceinline__ void consume(const Arguments& args, int head, int segment, int identity, int first, int count, uint32_t stages, uint32_t full,
-                                        uint32_t empty, int thread) {
+__device__ __forceinline__ void consume(const Arguments& args, int head, int number, int identity, int count, uint32_t stages, uint32_t full, uint32_t empty,
+                                        int thread) {
   const Inputs& in = args.in;
   const int lane = thread & 31, warp = (thread >> 5) & 3, group_of_warps = thread >> 7, r = lane >> 2, c = lane & 3;
   const StatePlace place{group_of_warps * 64 + warp * 16 + r, 2 * c};
   constexpr int64_t kState = kWidth * kWidth;
   float state[64];
-  if constexpr (MODE == Mode::kOutput) {
-    load_state(state, segment ? args.entering + (int64_t(head) * args.segments + segment) * kState : nullptr, place);
-  } else {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) state[i] = identity && place.offset(i) % (kWidth + 1) == 0 ? exp2f(-kShift) : 0.0f;
-  }
+  for (int i = 0; i < 64; ++i) state[i] = MODE == Mode::kMap && identity && place.offset(i) % (kWidth + 1) == 0 ? exp2f(-kShift) : 0.0f;
   // This warp's 16 tokens x 16 value rows of the stage's v; o takes the same place.
   const int chunk = (group_of_warps * 64 + warp * 16) >> 3, token = (lane & 7) + ((lane >> 4) << 3);
   const uint32_t v_at = kValues + token * 256 + (((chunk + ((lane >> 3) & 1)) ^ (token & 7)) << 4);
@@ -52,9 +57,10 @@ __device__ __forceinline__ void consume(const Arguments& args, int head, int seg
     ptx::mbarrier_wait(full + at.index * 8, at.parity);
     const uint4 entry = ptx::load_shared_128(stage + kGroup);
     const Group group{int32_t(entry.x), int32_t(entry.y), int32_t(entry.z), int32_t(entry.w)};
-    if (group.first()) {
-      const bool given = in.initial_state && !identity;
-      load_state(state, given ? in.initial_state + (int64_t(group.document) * in.H + head) * kState : nullptr, place);
+    if (group.first() || (MODE == Mode::kOutput && args.borders && group.index() % kSegmentGroups == 0)) {
+      const float* states = group.first() ? in.initial_state : args.borders;
+      const int64_t at = group.first() ? group.document : group.token / kForwardSegment - 1;
+      load_state(state, states ? states + (at * in.H + head) * (group.first() ? kState : 2 * kState) : nullptr, place);
     }
 
     // [k~ S^ | q~ S^] for this warpgroup's value rows: (64 x 128) (128 x 32), the state as register operand.
@@ -135,7 +141,10 @@ __device__ __forceinline__ void consume(const Arguments& args, int head, int seg
       store_state(state, args.final_state + (int64_t(group.document) * in.H + head) * kState, place);
     at.advance(1);
   }
-  if constexpr (MODE == Mode::kMap) store_state(state, args.maps + ((int64_t(head) * args.segments + segment) * 2 + identity) * kState, place);
+  if constexpr (MODE == Mode::kMap) {
+    float* destination = args.borders + (int64_t(number - 1) * in.H + head) * 2 * kState;
+    if (identity) store_map(state, destination + kState, place); else store_state(state, destination, place);
+  }
 }
 
 }  // namespace megamoe::kda
