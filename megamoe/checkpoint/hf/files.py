@@ -55,19 +55,22 @@ def read_header(path: Path) -> dict[str, Place]:
                 continue
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
-            check(entry["dtype"] in DTYPES, "file", where, f"{name} has the unknown dtype {entry['dtype']}")
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
             expected = math.prod(shape) * DTYPES[entry["dtype"]].itemsize
-            check(end - begin == expected, "file", where, f"{name}: {end - begin} bytes for {entry['dtype']} {list(shape)}, expected {expected}")
+            if end - begin != expected:
+                raise ValueError(f"{name}: {end - begin} bytes for {entry['dtype']} {list(shape)}, expected {expected}")
             places[name] = Place(path.name, entry["dtype"], shape, data + begin, end - begin)
     except OSError as error:
         raise UserError(f"file={where}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"file={where}: has no valid safetensors header ({str(error)[:80]})") from None
+        raise UserError(f"file={where}: has no valid safetensors header ({str(error)[:160]})") from None
     end = data
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].length)):
-        check(place.start == end, "file", where, f"bytes of {name} start at {place.start}, expected {end}")
+        if place.start != end:
+            raise UserError(f"file={where}: bytes of {name} start at {place.start}, expected {end}; the file is damaged")
         end += place.length
     check(end == size, "file", where, f"has {size} bytes, its header describes {end}; it is cut off or damaged")
     return places
@@ -102,7 +105,8 @@ class SafetensorsFolder:
         self.places: dict[str, Place] = {}
         for file in files:
             for name, place in read_header(self.folder / file).items():
-                check(name not in self.places, "folder", folder, f"{name} stands in two files, {place.file} and {self.places.get(name, place).file}")
+                if name in self.places:
+                    raise UserError(f"folder={folder}: {name} stands in two files, {self.places[name].file} and {place.file}; remove the one that does not belong")
                 self.places[name] = place
         if named is not None:
             wrong = [name for name in named if name not in self.places or self.places[name].file != named[name]]

@@ -174,7 +174,7 @@ def import_release(folder: str | Path, place: str | Path, base: ModelConfig, *, 
     todo = [piece for index, group in enumerate(groups) for piece in chunks(group, index)]
     source_bytes = sum(p.length for p in source.places.values())
     ranges = share([piece.num_bytes for piece in todo], workers)
-    file_bytes = max(16 << 20, min(256 << 20, BUFFER_BYTES // (3 * len(ranges))))
+    file_bytes = max(16 << 20, min(128 << 20, BUFFER_BYTES // (3 * len(ranges))))
     tasks = [_Task(str(folder), names, tuple(todo[a:b]), str(place), step, attempt, i, file_bytes, carry) for i, (a, b) in enumerate(ranges)]
     on_bytes = on_total(sum(p.num_bytes for p in todo)) if on_total else lambda n: None
     try:
