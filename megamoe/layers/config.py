@@ -56,6 +56,13 @@ class Balancing(Enum):
     none = "none"
 
 
+class Placement(Enum):
+    """Where the rows of a routed expert are computed."""
+
+    fixed = "fixed"  # at the rank that owns the expert
+    balanced = "balanced"  # every rank computes equally many rows; hot experts' weights are lent for one micro-batch
+
+
 class QAT(Enum):
     """What routed experts are trained for. Masters stay as they are; gradients pass the rounding unchanged."""
 
@@ -184,6 +191,7 @@ class MoEConfig:
     threshold_step: float = 0.1
     threshold_high: float = 1.2
     threshold_low: float = 0.8
+    placement: Placement = Placement.fixed
     qat: QAT = QAT.off
     dispatch: str = "auto"
     grouped_mlp: str = "auto"

@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import nn
 
 from megamoe.layers.basic import Linear, RMSNorm
-from megamoe.layers.config import QAT, FFNConfig, MoEConfig
+from megamoe.layers.config import QAT, FFNConfig, MoEConfig, Placement
 from megamoe.layers.ffn import GatedMLP
 from megamoe.layers.router import Router, RouterStats
 from megamoe.ops import grouped_mlp, moe_dispatch, mxfp4
 from megamoe.ops.late import LateChoice
+from megamoe.ops.moe_dispatch import balanced
 
 
 class Experts(nn.Module):
@@ -48,8 +50,12 @@ class Experts(nn.Module):
             self.act["mxfp8_hidden"] = True
         self.op = LateChoice(grouped_mlp.OP, prefer=backend, D=width, F=size)
 
-    def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor) -> torch.Tensor:
-        return self.op.on(rows_RL)(rows_RL, count_e, *(self._seen(name) for name in self.STACKS), **self.act)
+    def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor, borrow=None) -> torch.Tensor:
+        """rows_RL: (R, L) by expert, count_e rows of each. `borrow` makes the stacks used of (w1, w3, w2): own, then lent here."""
+        weights = [self._seen(name) for name in self.STACKS]
+        if borrow is not None:
+            weights = borrow(*weights)
+        return self.op.on(rows_RL)(rows_RL, count_e, *weights, **self.act)
 
     def _seen(self, name: str) -> torch.Tensor:
         """The stack as the products see it."""
@@ -100,6 +106,8 @@ class MoE(nn.Module):
     def __init__(self, d_model: int, norm_eps: float, config: MoEConfig, ffn: FFNConfig, *, group=None, first_expert: int = 0, num_local: int | None = None) -> None:
         super().__init__()
         self.config, self.group = config, group
+        # One rank has nobody to borrow from.
+        self.balanced = config.placement is Placement.balanced and group is not None
         self.first_expert = first_expert
         self.num_local = config.num_experts if num_local is None else num_local
         width = d_model if config.latent is None else config.latent
@@ -124,8 +132,13 @@ class MoE(nn.Module):
         if self.config.qat is not QAT.off:
             # Before tokens are copied to their experts: one rounding a token, not one a slot.
             z_NL = mxfp4.fake_quantize(z_NL, "mxfp8")
-        rows_RL, count_e, handle = self.dispatch.on(z_NL)(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
-        y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e), handle)
+        dispatch, borrow = self.dispatch.on(z_NL), None
+        if self.balanced:
+            dispatch = partial(balanced.dispatch, local=dispatch)
+        rows_RL, count_e, handle = dispatch(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
+        if self.balanced:
+            borrow = handle.borrow
+        y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e, borrow), handle)
         if latent:
             y_ND = self.routed_expert_up_proj(self.routed_expert_norm(y_ND))
         if self.config.num_shared_experts:

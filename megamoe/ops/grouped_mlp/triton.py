@@ -3,7 +3,8 @@
 Kept for backward: the rows, gate and up. The activation is recomputed while dout Wd is still in registers. A weight that
 carries `main_grad` gets its gradient added there, without a bf16 copy in between, and autograd sees None for it: an fp32
 tensor of its shape, or a tuple of fp32 (n, M, N) whose experts follow one another (an optimizer that shards experts over
-owners keeps them in several places, see `optim/muon.py`). Tile sizes are chosen by rule, never by trial at run time: see `rules` and csrc/NOTES_MOE.md.
+owners keeps them in several places, see `optim/muon.py`), or a function that returns such a tuple and is called in backward
+(gradients of borrowed experts have no memory before, see `moe_dispatch/balanced.py`). Tile sizes are chosen by rule, never by trial at run time: see `rules` and csrc/NOTES_MOE.md.
 
 Letters: R rows, E experts here, D width, F expert width.
 """
@@ -189,7 +190,10 @@ def rows_bwd(plan: Plan, dgate_RF, dup_RF, w_gate_eFD, w_up_eFD):
 
 
 def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad=None):
-    """a_e^T b_e per expert, added to `main_grad` (returns None; one launch a run of experts) or in the weight's dtype."""
+    """a_e^T b_e per expert, added to `main_grad` (returns None; one launch a run of experts) or in the weight's dtype.
+
+    Experts behind the last run must have no rows.
+    """
     tile, M, N = plan.rules.d_weight, a_RM.shape[1], b_RN.shape[1]
     a_tiles, b_tiles = _tiles_of(a_RM, tile.BK, tile.BM), _tiles_of(b_RN, tile.BK, tile.BN)
     add = main_grad is not None
@@ -204,7 +208,7 @@ def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad=None):
             a_tiles, b_tiles, dw_tiles, a_RM, b_RN, dw, plan.row_start[first:], E, M, N, ADD=add, PARTS=tile.parts, **tile.launch()
         )
         first += E
-    assert first == plan.E, f"main_grad holds {first} experts of {plan.E}"
+    assert first <= plan.E, f"main_grad holds {first} experts of {plan.E}"
     return None if add else runs[0]
 
 
@@ -236,7 +240,7 @@ class _GroupedMLP(torch.autograd.Function):
             dws = [torch.zeros_like(w) if need and into is None else None for w, need, into in zip(weights, need_w, ctx.main_grads)]
             return torch.zeros_like(rows_RD), None, *dws, None, None, None
         rows_RD, w_gate_eFD, w_up_eFD, w_down_eDF, gate_RF, up_RF = ctx.saved_tensors
-        dout_RD, plan, into = dout_RD.contiguous(), ctx.plan, ctx.main_grads
+        dout_RD, plan, into = dout_RD.contiguous(), ctx.plan, [into() if callable(into) else into for into in ctx.main_grads]
         dgate_RF, dup_RF, hidden_RF = hidden_bwd(plan, dout_RD, w_down_eDF, gate_RF, up_RF, ctx.act)
         if ctx.mxfp8_hidden:
             hidden_RF = round_to(hidden_RF, "mxfp8")
