@@ -151,7 +151,9 @@ def test_ctrl_c_keeps_finished_parts_and_says_how_to_continue(texts, tokenizer_f
     # Half a minute of work: the key is pressed while the tool works, however late this process gets to press it.
     (tmp_path / "in.jsonl").write_bytes(jsonl(texts * 20) * 25)
     args = ["--input", tmp_path / "in.jsonl", "--tokenizer", tokenizer_file, "--part-mb", 0.5, "--output", tmp_path / "out", "--workers", 2]
-    process = subprocess.Popen([sys.executable, str(TOOL), *map(str, args)], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    # Under `nohup … &` this process ignores the key, and so would its children.
+    hears = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen([sys.executable, str(TOOL), *map(str, args)], stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=hears)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("out.parts/*.idx")) and time.monotonic() < deadline:
         time.sleep(0.01)
