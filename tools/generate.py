@@ -3,6 +3,7 @@
     python tools/generate.py runs/default "def main("
     python tools/generate.py runs/default "import os" --tokens 200 --temperature 0.8 --top-p 0.95 --seed 1 --json
     python tools/generate.py runs/default/checkpoints/step_00000200 ""       # one checkpoint, from an empty prompt
+    python tools/generate.py s3://bucket/run "def " --tokenizer tokenizer.json
 
 The whole prefix is computed again for every token: simple, and exactly what training computed. Text shows as it grows.
 """
@@ -21,7 +22,7 @@ from megamoe.utils.errors import UserError, check  # noqa: E402
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", help="run folder, or one of its checkpoints")
+    parser.add_argument("run", metavar="RUN", help="run folder, one of its checkpoints, or s3://bucket/prefix")
     parser.add_argument("prompt", nargs="?", default="", help="text to continue (default: the beginning of a document)")
     parser.add_argument("--tokens", type=int, default=128, help="at most so many new tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the likeliest token (default 0.8)")
@@ -46,9 +47,9 @@ def generate(args: argparse.Namespace, show=None) -> dict:
     """Load, sample, and report; new text goes to `show` as soon as it is whole characters."""
     import torch
 
-    checkpoint = newest_checkpoint(Path(args.run))
+    checkpoint = newest_checkpoint(args.run)
     config, model, step, fingerprint = load(checkpoint, args.device)
-    tokenizer = find_tokenizer(args.tokenizer, Path(args.run), checkpoint, config, fingerprint)
+    tokenizer = find_tokenizer(args.tokenizer, Path(args.run), config, fingerprint)
     prompt_ids = [tokenizer.eod_id, *map(int, tokenizer.encode(args.prompt))]
     random = torch.Generator().manual_seed(args.seed)
     new_ids: list[int] = []
@@ -68,7 +69,7 @@ def generate(args: argparse.Namespace, show=None) -> dict:
         show.write(text[len(shown) :] + "\n")
         show.flush()
     stopped = "end of document" if len(new_ids) < args.tokens else f"{args.tokens} tokens"
-    return {"run": args.run, "checkpoint": str(checkpoint), "step": step, "model": config.model.name, "prompt": args.prompt, "text": text,
+    return {"run": args.run, "checkpoint": checkpoint.location, "step": step, "model": config.model.name, "prompt": args.prompt, "text": text,
             "tokens": len(new_ids), "stopped": stopped, "seed": args.seed, "temperature": args.temperature, "top_p": args.top_p}
 
 
@@ -111,49 +112,64 @@ def choose_token(logits_V, temperature: float, top_p: float, random) -> int:
     return int(order_V[torch.multinomial(probability_V, 1, generator=random)])
 
 
-def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the newest complete one of a run folder.
+def newest_checkpoint(path: str):
+    """The `Checkpoint` itself, or the newest committed one of a run folder, of a folder of checkpoints, or of s3://….
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it is damaged.
     """
-    from megamoe.checkpoint.store import STATE
+    from megamoe.checkpoint.objects import Objects, StoreError
+    from megamoe.checkpoint.reader import committed, open_checkpoint, refuse_first_form
 
-    if (path / STATE).is_file():
-        return path
-    found = sorted(path.glob(f"checkpoints/step_*/{STATE}"))
-    check(bool(found), "RUN", path, "holds no complete checkpoint; name a run folder, or one of its checkpoints/step_… folders")
-    return found[-1].parent
+    path = path.rstrip("/")
+    if path.rpartition("/")[2].startswith("step_"):
+        return open_checkpoint(path)
+    try:
+        for place in [Objects(path)] if "://" in path else [Objects(path), Objects(f"{path}/checkpoints")]:
+            if steps := committed(place):
+                return open_checkpoint(f"{place.location}/{steps[-1]}")
+            refuse_first_form(place)
+    except StoreError as error:
+        raise UserError(f"RUN={path}: cannot be read ({error})") from None
+    raise UserError(f"RUN={path}: holds no complete checkpoint; name a run folder, or one of its checkpoints/step_… folders")
 
 
-def load(checkpoint: Path, device: str):
-    """(Config, Transformer in evaluation mode, step, tokenizer fingerprint) of a checkpoint folder.
+def load(checkpoint, device: str):
+    """(Config, Transformer in evaluation mode, step, tokenizer fingerprint) of a `Checkpoint`.
 
     Raises:
-        UserError: a damaged checkpoint, one of another version, or a GPU that is not there.
+        UserError: a damaged checkpoint, or a GPU that is not there.
     """
     import torch
 
-    from megamoe.checkpoint.store import read_model, read_state
+    from megamoe.checkpoint.format import MODEL
+    from megamoe.model.params import logical_name
     from megamoe.model.transformer import Transformer
     from megamoe.train.config import Config
     from megamoe.utils.plain import from_plain
 
-    meta = read_state(checkpoint)
-    config = from_plain(Config, meta["config"])
+    stored = checkpoint.state.get("config")
+    check(isinstance(stored, dict), "RUN", checkpoint.location, "does not say which model it holds; name a checkpoint of a training run")
+    config = from_plain(Config, stored)
     gpu = torch.cuda.is_available()
     check(device != "cuda" or gpu, "--device", device, "torch sees no GPU; use --device cpu")
-    weights = read_model(checkpoint)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    weights = {path: checkpoint.read(MODEL + logical_name(path)) for path in model.state_dict()}
     if not gpu or device == "cpu":
         weights = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in weights.items()}
     model = Transformer(config.model)
     model.load_state_dict(weights, assign=True)
     model = model.to("cuda" if gpu and device != "cpu" else "cpu").eval()
-    return config, model, meta["progress"]["step"], meta.get("identity", {}).get("tokenizer")
+    identity = checkpoint.state.get("identity")
+    return config, model, checkpoint.step, identity.get("tokenizer") if isinstance(identity, dict) else None
 
 
-def find_tokenizer(chosen: str | None, run: Path, checkpoint: Path, config, fingerprint: str | None):
+def find_tokenizer(chosen: str | None, run: Path, config, fingerprint: str | None):
     """The tokenizer that the checkpoint was trained with: a named one, one kept in the run folder, or the run's own cached one.
+
+    Args:
+        run: the run folder, or a checkpoint in its `checkpoints`.
 
     Raises:
         UserError: none found, or not the one of the checkpoint: its ids would mean other text.
@@ -161,7 +177,7 @@ def find_tokenizer(chosen: str | None, run: Path, checkpoint: Path, config, fing
     from megamoe.data.sources import token_files
     from megamoe.data.tokenizer import load_tokenizer
 
-    kept = [p for folder in (run, checkpoint) for name in ("tokenizer.json", "*.tokenizer.json", "*.tiktoken", "tiktoken.model") for p in sorted(folder.glob(name))]
+    kept = [p for folder in (run, *run.parents[:2]) for name in ("tokenizer.json", "*.tokenizer.json", "*.tiktoken", "tiktoken.model") for p in sorted(folder.glob(name))]
     if chosen or kept:
         tokenizer = load_tokenizer(chosen or kept[0], special_tokens=config.data.special_tokens, eod_token=config.data.eod_token)
     else:

@@ -7,6 +7,7 @@ AWS_ALLOW_HTTP=true for a server of one's own).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -108,12 +109,13 @@ class Objects:
         except (BaseError, OSError) as error:
             raise StoreError(f"{self.location}/{folder}: {_line(error)}") from None
 
-    def folders(self) -> list[str]:
-        """Names directly under the place that have objects below them, sorted."""
-        if self.root is not None:
-            return sorted(p.name for p in self.root.iterdir() if p.is_dir()) if self.root.is_dir() else []
+    def folders(self, folder: str = "") -> list[str]:
+        """Names of the folders directly under the place, or under one of its folders, sorted."""
         try:
-            return sorted(p.strip("/") for p in obstore.list_with_delimiter(self._store)["common_prefixes"])
+            if self.root is not None:
+                here = self.root / folder
+                return sorted(p.name for p in here.iterdir() if p.is_dir()) if here.is_dir() else []
+            return sorted(p.strip("/").rpartition("/")[2] for p in obstore.list_with_delimiter(self._store, folder or None)["common_prefixes"])
         except (BaseError, OSError) as error:
             raise StoreError(f"{self.location}: {_line(error)}") from None
 
@@ -136,6 +138,24 @@ class Objects:
             shutil.rmtree(self.root / folder, ignore_errors=True)
         else:
             self.delete(list(self.sizes(folder)))
+
+    def same_place(self, other: Objects) -> bool:
+        """Whether both name one place, however it is spelt."""
+        if self.root is None or other.root is None:
+            return self.location == other.location
+        return os.path.realpath(self.root) == os.path.realpath(other.root)
+
+    def delete_empty(self, folder: str) -> None:
+        """Remove a local folder that holds no object; drafts that writers which died left in it go along."""
+        if self.root is None:
+            return
+        here = self.root / folder
+        with contextlib.suppress(OSError):
+            entries = list(here.iterdir())
+            if all(p.name.startswith(".") and p.is_file() for p in entries):
+                for draft in entries:
+                    draft.unlink()
+                here.rmdir()
 
     def _need(self):
         # A local folder may be made after this object.

@@ -22,6 +22,7 @@ from megamoe.utils.errors import UserError, check
 
 # Reads that are under way at once: an object store answers slowly, but many at a time.
 READERS = 8
+OLD_FORM = "has the old format version 1, which only resumes with the megamoe that wrote it; use that, or another run.dir"
 
 
 class Checkpoint:
@@ -176,12 +177,18 @@ def committed(objects: Objects) -> list[str]:
     return [f for f in objects.folders() if f.startswith("step_") and f"{f}/{COMMIT}" in objects.sizes(f)]
 
 
+def refuse_first_form(objects: Objects) -> None:
+    """Raises UserError when a local place holds checkpoints of the first form, which nothing here reads."""
+    old = sorted(objects.root.glob("step_*/state.json")) if objects.root is not None and objects.root.is_dir() else []
+    check(not old, "run.resume", old[-1].parent if old else "", OLD_FORM)
+
+
 def _get(objects: Objects, name: str, location: str) -> bytes:
     try:
         return objects.get(name)
     except FileNotFoundError:
         old = objects.root is not None and (objects.root / name).with_name("state.json").is_file()
-        check(not old, "run.resume", location, "has the old format version 1, which only resumes with the megamoe that wrote it")
+        check(not old, "run.resume", location, OLD_FORM)
         if name.endswith(COMMIT):
             raise UserError(f"run.resume={location}: holds no {COMMIT}; name a folder such as RUN/checkpoints/step_00000200") from None
         damaged(f"{objects.location}/{name}", "is missing")

@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from megamoe.checkpoint.boxes import pieces, shifted, slices
 from megamoe.checkpoint.format import COMMIT, DTYPE_NAMES, FORMAT, FORMAT_VERSION, MANIFEST, Entry, Manifest, Part, step_folder, xxh3
-from megamoe.checkpoint.objects import Objects
+from megamoe.checkpoint.objects import Objects, Taken
 
 # A reader takes parts whole, so this bounds what it reads too much; files are what is uploaded, and retried, at once.
 PART_BYTES = 64 << 20
@@ -114,7 +114,13 @@ def commit(objects: Objects, step: int, attempt: str, written: Iterable[Manifest
     data = manifest.to_json()
     objects.put(f"{step_folder(step)}/{attempt}/{MANIFEST}", data)
     pointer = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step, "attempt": attempt, "manifest_xxh3": xxh3(data), "metrics": metrics or {}}
-    objects.put(f"{step_folder(step)}/{COMMIT}", json.dumps(pointer).encode())
+    name = f"{step_folder(step)}/{COMMIT}"
+    try:
+        objects.put(name, json.dumps(pointer).encode())
+    except Taken:
+        # When an answer is lost the store's client asks again, and meets its own object.
+        if json.loads(objects.get(name)).get("attempt") != attempt:
+            raise
     return manifest
 
 

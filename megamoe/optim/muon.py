@@ -27,7 +27,7 @@ from torch import nn
 
 from megamoe.optim.newton_schulz import newton_schulz
 from megamoe.optim.whole import cut_dim, on_whole_matrices
-from megamoe.parallel.engine import RowFactors
+from megamoe.parallel.engine import RowFactors, StateFragment
 from megamoe.parallel.mesh import Axis
 from megamoe.utils.torch_compat import all_gather_single, reduce_scatter_single
 
@@ -230,12 +230,12 @@ class Muon:
         """Drop the gradients of this step."""
         self.grad_flat.zero_()
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """This owner's momentum and masters, as live tensors."""
-        return {"momentum": self.momentum_flat, "master": self.master_flat}
+    def state_fragments(self) -> Iterator[StateFragment]:
+        """Momentum and master of every unit owned here.
 
-    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors` on the same layout. Collective: parameters are rewritten from the masters."""
-        self.momentum_flat.copy_(state["momentum"])
-        self.master_flat.copy_(state["master"])
-        self.publish()
+        Whoever fills masters fills the parameters on every rank too: weights are made from masters in `step` only.
+        """
+        for u in self.mine:
+            p, first = self.params[u.index], u.start * self.blocks[u.index].numel
+            for key, flat in (("momentum", self.momentum_flat), ("master", self.master_flat)):
+                yield StateFragment(p, key, first, self._view(flat, u).view(-1))

@@ -18,7 +18,7 @@ from torch import nn
 from megamoe.optim.config import OptimConfig, OptimizerKind
 from megamoe.optim.muon import Muon
 from megamoe.optim.qk_clip import QKClip
-from megamoe.parallel.engine import DeepSpeedEngine, ParamGroups, PlainEngine
+from megamoe.parallel.engine import DeepSpeedEngine, ParamGroups, PlainEngine, StateFragment
 from megamoe.parallel.mesh import Axis, Mesh
 from megamoe.utils.features import fused_adamw
 
@@ -102,14 +102,19 @@ class Optimizer:
             side.step(lr, scale, row_factors)
         return Update(value, skipped=False)
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Every live state tensor of this rank, by a name that is stable on one layout."""
-        return {f"{name}.{k}": v for name, side in self.sides.items() for k, v in side.state_tensors().items()}
+    def state_fragments(self) -> Iterator[StateFragment]:
+        """Every piece of optimizer state on this rank, live. No collective."""
+        for side in self.sides.values():
+            yield from side.state_fragments()
 
-    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors` on the same layout. Collective."""
-        for name, side in self.sides.items():
-            side.load_state_tensors({k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")})
+    def adam_step(self) -> int | None:
+        """AdamW's own step count, the same on every side and rank; None where there is no state yet. May sync the host."""
+        return next((step for engine in self.engines.values() if (step := engine.adam_step()) is not None), None)
+
+    def create_state(self, adam_step: int | None) -> None:
+        """Make AdamW's state as after so many steps, zero, for `state_fragments` to be filled. None leaves it to the first step."""
+        for engine in self.engines.values() if adam_step is not None else ():
+            engine.create_state(adam_step)
 
 
 def split_parameters(params: list[nn.Parameter], kind: OptimizerKind, weight_decay: float) -> tuple[ParamGroups, list[nn.Parameter]]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,25 @@ from megamoe.parallel.mesh import Axis
 ParamGroups = list[dict]
 # (rows,) factors of a matrix's rows, by parameter: applied to updated masters before weights are made from them.
 RowFactors = dict[nn.Parameter, torch.Tensor]
+# Names of AdamW's state in torch and in apex.
+ADAM_STATE = ("exp_avg", "exp_avg_sq")
+
+
+class StateFragment(NamedTuple):
+    """A run of elements of one parameter's optimizer state, where it lives.
+
+    Attributes:
+        key: `master` (a wide copy of the weight), `exp_avg`, `exp_avg_sq`, `momentum`.
+        first: first element within the parameter as this rank holds it, row-major.
+        values: (n,) live, in the state's dtype.
+        replicated: every rank of the parameter's reduction axis holds the same; else no two hold the same element.
+    """
+
+    param: nn.Parameter
+    key: str
+    first: int
+    values: torch.Tensor
+    replicated: bool = False
 
 
 class PlainEngine:
@@ -94,20 +114,20 @@ class PlainEngine:
         for p in self.params:
             p.grad = None
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Optimizer state by a stable name, as live tensors."""
-        state = {}
-        for i, p in enumerate(self.params):
-            for key, value in sorted(self.optimizer.state[p].items()):
-                state[f"{i}.{key}"] = value
-        return state
+    def adam_step(self) -> int | None:
+        """AdamW's own step count; None before its first step, and without AdamW. May sync the host."""
+        return _adam_step(self.optimizer)
 
-    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
-        for name, value in state.items():
-            index, key = name.split(".", 1)
-            p = self.params[int(index)]
-            like = value.to(p.device) if key != "step" else value
-            self.optimizer.state[p][key] = like.clone()
+    def create_state(self, adam_step: int) -> None:
+        """Make the state that the optimizer makes in its first step, zero, as after so many. Parameters keep their values."""
+        _create_state(self.optimizer, adam_step)
+
+    def state_fragments(self) -> Iterator[StateFragment]:
+        """Optimizer state of every parameter; the parameters are the masters themselves."""
+        for p in self.params:
+            for key in ADAM_STATE:
+                if key in self.optimizer.state.get(p, {}):
+                    yield StateFragment(p, key, 0, self.optimizer.state[p][key].view(-1), replicated=True)
 
 
 class DeepSpeedEngine:
@@ -228,33 +248,54 @@ class DeepSpeedEngine:
         optimizer = self.engine.optimizer
         return optimizer.fp32_groups_flat_partition if self._accumulates_apart else optimizer.single_partition_of_fp32_groups
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's flat fp32 masters and optimizer state, as live tensors."""
-        state = {}
-        for i, flat in enumerate(self._partitions()):
-            state[f"{i}.master"] = flat.detach()
-            for key, value in sorted(self.engine.optimizer.optimizer.state[flat].items()):
-                state[f"{i}.{key}"] = value
-        return state
+    def adam_step(self) -> int | None:
+        """As `PlainEngine.adam_step`."""
+        return _adam_step(self.engine.optimizer.optimizer)
 
-    def load_state_tensors(self, state: dict[str, torch.Tensor]) -> None:
-        """Inverse of `state_tensors` on the same layout; parameters are rewritten from the masters. Collective."""
-        for i, flat in enumerate(self._partitions()):
-            flat.data.copy_(state[f"{i}.master"])
-            slot = self.engine.optimizer.optimizer.state[flat]
-            for name, value in state.items():
-                index, key = name.split(".", 1)
-                if int(index) == i and key != "master":
-                    slot[key] = value.clone() if key == "step" else value.to(flat.device).clone()
-        optimizer = self.engine.optimizer
-        if self._accumulates_apart:
-            optimizer.update_lp_params()
-            return
-        for i, (partitions, flat) in enumerate(zip(optimizer.parallel_partitioned_bit16_groups, self._partitions(), strict=True)):
-            rank = dist.get_rank(optimizer.real_dp_process_group[i])
-            partitions[rank].data.copy_(flat.data)
-            if len(partitions) > 1:
-                dist.all_gather(list(partitions), partitions[rank].clone(), group=optimizer.real_dp_process_group[i])
+    def create_state(self, adam_step: int) -> None:
+        """As `PlainEngine.create_state`. No collective: DeepSpeed's own step is not run."""
+        _create_state(self.engine.optimizer.optimizer, adam_step)
+
+    def state_fragments(self) -> Iterator[StateFragment]:
+        """fp32 masters and optimizer state of what this rank owns of each parameter.
+
+        Whoever fills masters fills the parameters on every rank too: weights are made from masters in `step` only.
+        """
+        state = self.engine.optimizer.optimizer.state
+        for p, places in self._places.items():
+            for flat, here, first, count in places:
+                yield StateFragment(p, "master", first, flat.detach().narrow(0, here, count))
+                for key in ADAM_STATE:
+                    if key in state.get(flat, {}):
+                        yield StateFragment(p, key, first, state[flat][key].narrow(0, here, count))
+
+
+def _adam_step(optimizer: torch.optim.Optimizer) -> int | None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            if "exp_avg" in state:
+                # torch counts per parameter, apex per group.
+                return int(state["step"] if "step" in state else group["step"])
+    return None
+
+
+def _create_state(optimizer: torch.optim.Optimizer, adam_step: int) -> None:
+    # One step of rate zero on gradients of zero: whichever AdamW it is, the state is made where and as it wants it.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for p in group["params"]:
+            p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+        if "step" in group:
+            group["step"] = adam_step
+        for p in group["params"]:
+            p.grad = None
+            if "step" in optimizer.state.get(p, {}):
+                optimizer.state[p]["step"].fill_(adam_step)
 
 
 class _ParameterView(nn.Module):

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megamoe.layers.basic import Embedding, Linear
@@ -131,46 +130,3 @@ def describe(stage: nn.Module) -> str:
         i: ParamInfo = p.megamoe
         rows.append(f"{i.name:64s} {str(tuple(p.shape)):22s} of {str(i.global_shape):22s} at {str(i.offset):16s} sum over {i.reduce_axis}")
     return "\n".join(rows)
-
-
-def gather_whole(stage: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The whole model's state by module path on rank 0, {} elsewhere. Collective over the control group, through the CPU.
-
-    Every slice is sent by the first rank of its reduction axis. For models that fit one host.
-    """
-    mine = []
-    for path, p in stage.named_parameters():
-        if getattr(mesh, p.megamoe.reduce_axis).rank == 0:
-            mine.append((path, p.megamoe.global_shape, p.megamoe.offset, p.detach().cpu()))
-    for path, b in stage.state_dict().items():
-        if path not in dict(stage.named_parameters()) and mesh.stage.rank == 0:
-            mine.append((path, tuple(b.shape), (0,) * b.dim(), b.detach().cpu()))
-    parts = [mine]
-    if mesh.control is not None:
-        parts = [None] * mesh.world.size if mesh.world.rank == 0 else None
-        dist.gather_object(mine, parts, dst=0, group=mesh.control)
-    whole: dict[str, torch.Tensor] = {}
-    for path, shape, offset, part in (row for rank in parts or [] for row in rank):
-        if tuple(part.shape) == tuple(shape):
-            whole[path] = part
-            continue
-        target = whole.setdefault(path, torch.empty(shape, dtype=part.dtype))
-        target[_box(offset, part.shape)] = part
-    return whole
-
-
-@torch.no_grad()
-def load_whole(stage: nn.Module, whole: dict[str, torch.Tensor]) -> None:
-    """Fill this rank's part from the whole model's state. The inverse of `gather_whole`, on any layout.
-
-    Raises:
-        KeyError: a tensor that the state lacks.
-    """
-    parameters = dict(stage.named_parameters())
-    for path, here in stage.state_dict(keep_vars=True).items():
-        value = whole[path]
-        here.data.copy_(value[_box(parameters[path].megamoe.offset, here.shape)] if path in parameters else value)
-
-
-def _box(offset, shape) -> tuple[slice, ...]:
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape))

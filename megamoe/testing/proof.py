@@ -119,7 +119,7 @@ def make_batch(index: int, vocab_size: int, *, packing: bool) -> Batch:
 
 
 @torch.no_grad()
-def _stir(stage: torch.nn.Module) -> None:
+def stir(stage: torch.nn.Module) -> None:
     """Leave the neighbourhood of initial values, where zero queries and near-equal scores would hide faults.
 
     Activations come out near one, so that fp32 keeps its digits: through norms of tiny vectors it would lose them.
@@ -155,7 +155,7 @@ def trace(case: Case) -> dict[str, Any]:
         damage(stage, mesh)
         stage.to(dtype)
         init_parameters(stage, case.model, seed=7)
-        _stir(stage)
+        stir(stage)
         stage.train()
         pipeline = Pipeline(stage, plan_stages(case.model, case.parallel), mesh, ActivationOffload(torch.device("cpu"), 1) if case.offload else None)
         config = OptimConfig(kind=case.optimizer, lr=0.05, clip_norm=CLIP_NORM, weight_decay=0.1, qk_clip=QKClipConfig(case.qk_tau))

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,11 +17,15 @@ from pathlib import Path
 
 import torch
 
-from megamoe.checkpoint.store import CheckpointStore, model_shapes, read_state
+from megamoe.checkpoint.format import MODEL
+from megamoe.checkpoint.objects import Objects, StoreError
+from megamoe.checkpoint.reader import Checkpoint, committed, open_checkpoint, refuse_first_form
+from megamoe.checkpoint.saver import Saver
 from megamoe.data.baselines import reference_bits_per_byte
 from megamoe.data.dataset import WindowDataset, build_datasets
 from megamoe.model.flops import count_parameters
 from megamoe.model.init import init_parameters
+from megamoe.model.params import logical_name
 from megamoe.model.transformer import Transformer
 from megamoe.monitor import FirstScreen, Monitor
 from megamoe.monitor.plot import plot_run
@@ -34,7 +39,8 @@ from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.plan import build_stage
 from megamoe.parallel.stages import plan_stages
 from megamoe.train.config import Config, EngineKind, Precision
-from megamoe.train.trainer import Trainer
+from megamoe.train.initial import check_tokenizer, data_with_tokenizer, initial_checkpoint, load_initial
+from megamoe.train.trainer import Progress, Trainer
 from megamoe.utils.errors import UserError, check
 from megamoe.utils.features import probe
 from megamoe.utils.runfolder import RunFolder, register_rank, sweep_shared_memory
@@ -68,14 +74,22 @@ def pretrain(config: Config, resolved: dict) -> int:
 
 
 def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run_dir: Path, run_id: str, stop: StopRequest, *, deepspeed: bool) -> int:
-    store = CheckpointStore(run_dir, config.checkpoint.keep_last, mesh)
-    resume_from = on_first_rank(mesh, lambda: _resume_path(config, store))
+    place = checkpoint_place(config)
+    resume_from = on_first_rank(mesh, lambda: _resume_from(config, place))
+    checkpoint = on_every_rank(mesh, lambda: open_checkpoint(resume_from)) if resume_from else None
+    initial = initial_checkpoint(config, mesh, resumes=bool(resume_from))
     train, heldout = on_every_rank(mesh, lambda: _datasets(config))
     identity = train.identity()
-    on_first_rank(mesh, lambda: _same_run(config, resume_from, identity))
+    if initial:
+        on_first_rank(mesh, lambda: check_tokenizer(config, initial, identity["tokenizer"]))
+    if checkpoint:
+        on_first_rank(mesh, lambda: check_same_run(config, checkpoint, identity))
 
     torch.manual_seed(config.train.seed)
     model = build_model(config, mesh, device)
+    if initial:
+        # Before the optimizer: its fp32 masters are made from these weights.
+        on_every_rank(mesh, lambda: load_initial(model, initial))
     optimizer = build_optimizer(model, config.optim, mesh, deepspeed=deepspeed, bucket_elements=config.engine.reduce_bucket_elements)
 
     offload = ActivationOffload(device, config.train.offload_min_bytes) if config.train.offload else None
@@ -83,19 +97,24 @@ def _train(config: Config, resolved: dict, mesh: Mesh, device: torch.device, run
     monitors: list[Monitor] = []  # rank 0's one; made under agreement, because its folder may be full
 
     def open_monitor() -> None:
-        restored_step = read_state(resume_from)["step"] if resume_from else 0
+        restored_step = checkpoint.step if checkpoint else 0
         monitors.append(Monitor(config.monitor, run_dir, resolved, run_id, restored_step=restored_step))
 
     on_first_rank(mesh, open_monitor)
     monitor = monitors[0] if monitors else None
-    trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh, offload), optimizer, train, heldout, store, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id})
-    if resume_from:
-        # Reading may fail on one rank and is agreed on; restoring is collective itself and comes after.
-        trainer.restore(*on_every_rank(mesh, lambda: store.load(resume_from)))
+    saver = Saver(place, config.checkpoint, mesh, device, run_id)
+    trainer = Trainer(config, mesh, device, Pipeline(model, plan_stages(config.model, config.parallel, config.train.seq_len), mesh, offload), optimizer, train, heldout, saver, monitor, stop, {"identity": identity, "config": resolved, "run_id": run_id, "revision": code_revision()})
+    if checkpoint:
+        trainer.restore(checkpoint)
+    on_first_rank(mesh, saver.sweep)
+
+    notes = []
+    if config.run.init_from:
+        notes = [f"starts from the weights of step {initial.step:,} of {initial.location}" if initial else f"run.init_from={config.run.init_from} is not read: the run continues its own checkpoint"]
 
     def introduce() -> None:
         train.tokenizer.save(run_dir / "run")
-        monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step))
+        monitor.first_screen(_first_screen(config, mesh, device, train, heldout, run_dir, resume_from, trainer.progress.step, notes))
         _write_reference_lines(config, train, heldout, run_dir, monitor)
 
     on_first_rank(mesh, lambda: _writable_dir(run_dir, introduce))
@@ -126,41 +145,74 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Transformer
 
 
 def _datasets(config: Config) -> tuple[WindowDataset, WindowDataset | None]:
-    return build_datasets(config.data, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=config.train.seed)
+    return build_datasets(data_with_tokenizer(config), seq_len=config.train.seq_len, vocab_size=config.model.vocab_size, seed=config.train.seed)
 
 
-def _resume_path(config: Config, store: CheckpointStore) -> Path | None:
-    """The checkpoint to continue from, checked as far as it can be without reading tensors. Rank 0 only."""
+def checkpoint_place(config: Config) -> Objects:
+    """Where the run's checkpoints lie."""
+    return Objects(config.checkpoint.dir or Path(config.run.dir) / "checkpoints")
+
+
+def code_revision() -> str:
+    """git's name of the code that runs, "" outside a checkout."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
+
+
+def _resume_from(config: Config, place: Objects) -> str | None:
+    """Location of the checkpoint to continue from, checked as far as it can be without reading tensors. Rank 0 only."""
     wanted = config.run.resume
-    latest = store.latest()
-    if wanted == "never":
-        check(latest is None, "run.resume", "never", f"{store.dir} already holds checkpoints; use run.resume=auto to continue, or another run.dir")
-        return None
-    path = latest if wanted == "auto" else Path(wanted)
-    if path is not None:
-        read_state(path)
-        newer = [p.name for p in store.complete() if p.parent.samefile(path.parent) and p.name > path.name]
-        check(not newer, "run.resume", path, f"is older than {', '.join(newer)} in the same folder, which the next resume would take; choose another run.dir, or move those away")
-    return path
+    try:
+        steps = committed(place)
+        if not steps:
+            refuse_first_form(place)
+        if wanted == "never":
+            check(not steps, "run.resume", "never", f"{place.location} already holds checkpoints; use run.resume=auto to continue, or another run.dir")
+            return None
+        if wanted == "auto":
+            return f"{place.location}/{steps[-1]}" if steps else None
+        checkpoint = open_checkpoint(wanted)
+    except StoreError as error:
+        raise UserError(f"checkpoint.dir={place.location}: cannot be read ({error}); is the store up, and are its address and credentials right?") from None
+    ours = checkpoint.objects.same_place(place)
+    newer = [folder for folder in steps if folder > checkpoint.folder or folder == checkpoint.folder and not ours]
+    check(not newer, "run.resume", checkpoint.location, f"is older than {', '.join(newer)} in {place.location}, which the next resume would take; choose another run.dir, or move those away")
+    return checkpoint.location
 
 
-def _same_run(config: Config, resume_from: Path | None, identity: dict[str, str]) -> None:
-    """Refuse to continue with another model, tokenizer or blend than the checkpoint's, unless the change is named."""
-    if resume_from is None:
-        return
-    meta = read_state(resume_from)
-    with torch.device("meta"):
-        expected = {k: tuple(v.shape) for k, v in Transformer(config.model).state_dict().items()}
-    found = model_shapes(resume_from)
-    for name in sorted(expected.keys() | found.keys()):
-        check(expected.get(name) == found.get(name), "run.dir", config.run.dir,
-              f"holds a checkpoint of another model ({name}: {found.get(name)} there, {expected.get(name)} here); use its model=… or another run.dir")
+def check_same_run(config: Config, checkpoint: Checkpoint, identity: dict[str, str]) -> None:
+    """Refuse to continue with another model, tokenizer or blend than the checkpoint's, unless the change is named.
+
+    Raises:
+        UserError: as said, or state that is not what a training run stores.
+    """
+    Progress.of(checkpoint)
+    check_model(config, checkpoint)
+    stored = {what: checkpoint.state.get(what) for what in ("identity", "config")}
+    for what, value in stored.items():
+        check(isinstance(value, dict), "run.resume", checkpoint.location, f"has no usable {what}; the checkpoint is damaged, resume from another")
     for what in ("tokenizer", "order", "blend"):
-        check(meta["identity"].get(what) == identity[what] or what in config.run.allow_change, "run.resume", resume_from,
+        check(stored["identity"].get(what) == identity[what] or what in config.run.allow_change, "run.resume", checkpoint.location,
               f"was trained with another {what}{' of samples (train.seq_len, seed, packing)' if what == 'order' else ''}; restore it, or say run.allow_change=[{what}] if that is meant")
-    for section, key, value in (("engine", "kind", config.engine.kind), ("optim", "kind", config.optim.kind), ("train", "precision", config.train.precision)):
-        before = meta["config"].get(section, {}).get(key)
-        check(before == value.value, f"{section}.{key}", value.value, f"the checkpoint {resume_from} was written with {before}; its optimizer state fits no other")
+    for section, key, value in (("optim", "kind", config.optim.kind), ("train", "precision", config.train.precision)):
+        found = stored["config"].get(section)
+        before = found.get(key) if isinstance(found, dict) else None
+        check(before == value.value, f"{section}.{key}", value.value, f"the checkpoint {checkpoint.location} was written with {before}; its optimizer state fits no other")
+
+
+def check_model(config: Config, checkpoint: Checkpoint) -> None:
+    """Compare names and shapes of all weights with the configured model's, from the manifest alone.
+
+    Raises:
+        UserError: the first that differs.
+    """
+    with torch.device("meta"):
+        expected = {MODEL + logical_name(k): tuple(v.shape) for k, v in Transformer(config.model).state_dict().items()}
+    found = {name: checkpoint.entry(name).shape for name in checkpoint.names(MODEL)}
+    for name in sorted(expected.keys() | found.keys()):
+        check(expected.get(name) == found.get(name), "run.resume", checkpoint.location,
+              f"is a checkpoint of another model ({name}: {found.get(name)} there, {expected.get(name)} here); use its model=… or another run.dir")
 
 
 @contextlib.contextmanager
@@ -231,7 +283,7 @@ def _out_of_memory(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def _first_screen(config: Config, mesh: Mesh, device: torch.device, train: WindowDataset, heldout: WindowDataset | None,
-                  run_dir: Path, resume_from: Path | None, step: int) -> FirstScreen:
+                  run_dir: Path, resume_from: str | None, step: int, notes: list[str]) -> FirstScreen:
     with torch.device("meta"):
         counts = count_parameters(Transformer(config.model), config.model)
     held = heldout.describe() if heldout else None
@@ -255,6 +307,7 @@ def _first_screen(config: Config, mesh: Mesh, device: torch.device, train: Windo
         features=[feature.row() for feature in probe(device.type)],
         run_dir=str(run_dir),
         resumed=f"step {step} of {resume_from}" if resume_from else "",
+        notes=notes,
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
-from megamoe.checkpoint.store import CheckpointStore, SaveError
+from megamoe.checkpoint.format import RNG, step_folder
+from megamoe.checkpoint.live import Piece, fill, read_pieces, state_pieces, weight_pieces
+from megamoe.checkpoint.reader import Checkpoint, committed
+from megamoe.checkpoint.saver import Saver, SaveResult
 from megamoe.data.batch import IGNORE_LABEL, collate
 from megamoe.data.dataset import WindowDataset
 from megamoe.data.loader import BatchLoader
@@ -17,15 +20,14 @@ from megamoe.model.transformer import Transformer
 from megamoe.monitor import Monitor
 from megamoe.optim.optimizer import Optimizer
 from megamoe.optim.schedule import learning_rate
-from megamoe.parallel.agree import on_first_rank
+from megamoe.parallel.agree import on_every_rank, on_first_rank
 from megamoe.parallel.mesh import Mesh
 from megamoe.parallel.pipeline import Pipeline
-from megamoe.parallel.plan import gather_whole, load_whole
 from megamoe.parallel.watch import Watch
 from megamoe.train.config import Config
 from megamoe.train.step import StepResult, evaluate, step_counts, train_step
 from megamoe.utils.device import peak_flops
-from megamoe.utils.errors import UserError
+from megamoe.utils.errors import UserError, check
 from megamoe.utils.signals import StopRequest
 
 
@@ -38,26 +40,42 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Progress:
+        """Where the run that wrote a checkpoint stood.
+
+        Raises:
+            UserError: the checkpoint is not one of a run.
+        """
+        stored = checkpoint.state.get("progress")
+        names = {f.name for f in fields(cls)}
+        usable = isinstance(stored, dict) and stored.keys() == names and all(type(v) is int and v >= 0 for v in stored.values()) and stored["step"] == checkpoint.step
+        check(usable, "run.resume", checkpoint.location, "does not say where its run stood; it holds weights only, or is damaged")
+        return cls(**stored)
+
 
 class Trainer:
     """One run on one rank. All methods are collective: every rank calls them in the same order.
 
     Args:
+        saver: writes checkpoints beside training.
         monitor: rank 0's screens and files; None elsewhere.
-        meta: facts stored with every checkpoint (fingerprints, resolved config).
+        meta: facts stored with every checkpoint (fingerprints, resolved config, code revision).
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device, pipeline: Pipeline, optimizer: Optimizer, train: WindowDataset, heldout: WindowDataset | None,
-                 store: CheckpointStore, monitor: Monitor | None, stop: StopRequest, meta: dict):
+                 saver: Saver, monitor: Monitor | None, stop: StopRequest, meta: dict):
         self.config, self.mesh, self.device = config, mesh, device
         self.pipeline, self.model, self.optimizer = pipeline, pipeline.stage, optimizer
         self.train_data, self.heldout = train, heldout
-        self.store, self.monitor, self.stop, self.meta = store, monitor, stop, meta
+        self.saver, self.monitor, self.stop, self.meta = saver, monitor, stop, meta
         self.progress = Progress()
         self.watch = Watch(mesh, config.parallel.timeout_s)
         pipeline.on_phase = optimizer.on_phase = lambda phase: self.watch(f"step {self.progress.step + 1}: {phase}")
         self.saved_step: int | None = None
+        self._next_save, self._failed_saves = 0, 0
         self.last_evaluation: dict[str, float] = {}
+        self._evaluated_step = -1
         with torch.device("meta"):
             whole = Transformer(config.model)
         self.flops_per_token = flops_per_token(config.model, count_parameters(whole, config.model), (config.train.seq_len + 1) / 2).total
@@ -74,6 +92,7 @@ class Trainer:
         loader = BatchLoader(self.train_data, global_batch_windows=t.global_batch_tokens // t.seq_len, micro_batch_windows=windows,
                              dp_rank=self.mesh.dp.rank, dp_size=self.mesh.dp.size, start_index=self.progress.next_window)
         started, started_step = time.monotonic(), self.progress.step
+        self._next_save = self._after(self.progress.step)
         self.model.train()
         stopped = False
         try:
@@ -101,9 +120,16 @@ class Trainer:
         if not stopped:
             # A polite stop has seconds, not minutes: it saves at once and leaves evaluation to the next start.
             summary |= self.last_evaluation or self._evaluate()
-        never_saved = on_first_rank(self.mesh, lambda: self.store.latest() is None)
+        self.watch("the save under way")
+        self._note(self.saver.wait())
+        never_saved = on_first_rank(self.mesh, lambda: not committed(self.saver.place))
         if self.saved_step != self.progress.step and self.progress.step > started_step or never_saved:
-            self._save(last=True)
+            self.watch("the last save")
+            self._begin_save()
+            if (failed := self._note(self.saver.wait())):
+                raise UserError(f"run.dir={self.config.run.dir}: the checkpoint of step {self.progress.step} could not be written ({failed}); earlier ones are untouched")
+        if self.saver.blocked_s:
+            summary["saves_blocked_share"] = round(self.saver.blocked_s / (time.monotonic() - started), 4)
         return summary
 
     def _after_step(self, result: StepResult, lr: float, begin: float) -> None:
@@ -119,9 +145,9 @@ class Trainer:
             self.monitor.log_load(step, result.balance.count_LE.cpu().numpy())
         if self.monitor and result.update.skipped:
             self.monitor.event("skipped", f"step {step}: gradient norm {result.update.grad_norm}, weights left as they were")
-        interval = self.config.checkpoint.interval_steps
-        if interval and step % interval == 0 and step < t.num_steps:
-            self._save(last=False)
+        self._note(self.saver.poll())
+        if step >= self._next_save and step < t.num_steps and not self.saver.pending:
+            self._begin_save()
 
     def _metrics(self, result: StepResult, lr: float, begin: float) -> dict[str, float]:
         loss = result.loss(self.mesh)
@@ -146,7 +172,7 @@ class Trainer:
         if not self.heldout:
             return {}
         loss, bits = evaluate(self.pipeline, self._heldout_batches())
-        self.last_evaluation = {"eval_loss": loss, "eval_bits_per_byte": bits}
+        self.last_evaluation, self._evaluated_step = {"eval_loss": loss, "eval_bits_per_byte": bits}, self.progress.step
         return self.last_evaluation
 
     def _heldout_batches(self):
@@ -162,33 +188,66 @@ class Trainer:
         for i in range(0, len(mine), per_batch):
             yield collate([blank if j is None else self.heldout.window(j) for j in mine[i : i + per_batch]])
 
-    def _save(self, *, last: bool) -> None:
-        model = gather_whole(self.model, self.mesh)
-        state = {f"optimizer.{k}": v for k, v in self.optimizer.state_tensors().items()}
-        state["rng.cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            state["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        try:
-            path = self.store.save(self.progress.step, model, state, {"progress": vars(self.progress), **self.meta})
-        except SaveError as error:
-            if last:
-                raise UserError(f"run.dir={self.config.run.dir}: the checkpoint of step {self.progress.step} could not be written ({error}); earlier ones are untouched") from None
-            if self.monitor:
-                self.monitor.event("save failed", f"step {self.progress.step}: {error}; tried again in {self.config.checkpoint.interval_steps} steps")
-            return
-        self.saved_step = self.progress.step
-        if self.monitor:
-            self.monitor.event("saved", str(path))
+    def pieces(self) -> list[Piece]:
+        """Every box of every tensor of a checkpoint that this rank holds, live."""
+        return weight_pieces(self.model, self.mesh) + state_pieces(self.optimizer.state_fragments(), self.mesh)
 
-    def restore(self, model: dict[str, torch.Tensor], state: dict[str, torch.Tensor], meta: dict) -> None:
-        """Continue exactly from what `CheckpointStore.load` read on the same layout. Collective."""
-        load_whole(self.model, model)
-        self.optimizer.load_state_tensors({k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")})
-        torch.set_rng_state(state["rng.cpu"])
-        if self.device.type == "cuda" and "rng.cuda" in state:
-            torch.cuda.set_rng_state(state["rng.cuda"], self.device)
-        self.progress = Progress(**meta["progress"])
-        self.saved_step = self.progress.step
+    def _begin_save(self) -> None:
+        step = self.progress.step
+        first = self.mesh.world.rank == 0
+        random = [Piece(RNG + name, tuple(state.shape), ((0,), tuple(state.shape)), state, writes=first) for name, state in self._random_states().items()]
+        state = {"progress": vars(self.progress).copy(), "adam_step": self.optimizer.adam_step(), "layout": str(self.mesh), **self.meta}
+        metrics = self.last_evaluation if self._evaluated_step == step else {}
+        self.saver.begin(step, self.pieces() + random, state, metrics)
+        self._next_save = self._after(step)
+
+    def _after(self, step: int) -> float:
+        """The next step at which a save is due."""
+        interval = self.config.checkpoint.interval_steps
+        return (step // interval + 1) * interval if interval else float("inf")
+
+    def _note(self, result: SaveResult | None) -> str:
+        """Take in how a save ended; returns its error. One that failed is tried again: at the next step, then after 2, 4, 8, …"""
+        if result is None:
+            return ""
+        if result.error:
+            wait = min(2**self._failed_saves, self.config.checkpoint.interval_steps or 1)
+            self._failed_saves += 1
+            self._next_save = min(self._next_save, self.progress.step + wait)
+            if self.monitor:
+                self.monitor.event("save failed", f"step {result.step}: {result.error}; earlier checkpoints are untouched, it is tried again")
+            return result.error
+        self._failed_saves, self.saved_step = 0, result.step
+        if self.monitor:
+            self.monitor.event("saved", f"{self.saver.place.location}/{step_folder(result.step)}, {result.num_bytes / 2**20:,.1f} MiB in {result.took_s:.2f} s, training waited {result.blocked_s:.3f} s")
+        return ""
+
+    def _random_states(self) -> dict[str, torch.Tensor]:
+        # Training draws from none of them, so all ranks' are alike; kept for what users add.
+        states = {"torch.cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["torch.cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Continue exactly from a checkpoint of any layout: each rank reads what it holds. Collective.
+
+        Raises:
+            UserError: on every rank, before any weight or state is changed: another model or optimizer, a damaged file.
+        """
+        progress = Progress.of(checkpoint)
+        adam_step = checkpoint.state.get("adam_step")
+        check(adam_step is None or type(adam_step) is int and adam_step >= 0, "run.resume", checkpoint.location, "has no usable adam_step; the checkpoint is damaged, resume from another")
+        self.optimizer.create_state(adam_step)
+        pieces = self.pieces()
+        names = [name for name in (RNG + "torch.cpu", RNG + "torch.cuda") if name in checkpoint]
+        # Reading may fail on one rank, and is agreed on before anything is filled.
+        values, random = on_every_rank(self.mesh, lambda: (read_pieces(checkpoint, pieces), {name: checkpoint.read(name) for name in names}))
+        fill(pieces, values)
+        torch.set_rng_state(random.get(RNG + "torch.cpu", torch.get_rng_state()))
+        if self.device.type == "cuda" and RNG + "torch.cuda" in random:
+            torch.cuda.set_rng_state(random[RNG + "torch.cuda"], self.device)
+        self.progress, self.saved_step = progress, progress.step
 
 
 def _layer_number(router_name: str) -> str:

@@ -96,12 +96,14 @@ def test_a_seed_gives_the_same_draw_and_another_seed_another():
 
 
 def test_the_newest_complete_checkpoint_is_taken(tmp_path):
-    for step in ("step_00000010", "step_00000200"):
-        (tmp_path / "checkpoints" / step).mkdir(parents=True)
-        (tmp_path / "checkpoints" / step / "state.json").write_text("{}")
+    from megamoe.checkpoint.writer import write_checkpoint
+
+    for step in (10, 200):
+        write_checkpoint(tmp_path / "checkpoints", step, [("model/x", torch.zeros(1))], {})
     (tmp_path / "checkpoints" / "step_00000300").mkdir()
-    assert tool.newest_checkpoint(tmp_path).name == "step_00000200"
-    assert tool.newest_checkpoint(tmp_path / "checkpoints" / "step_00000010").name == "step_00000010"
+    assert tool.newest_checkpoint(str(tmp_path)).step == 200
+    assert tool.newest_checkpoint(str(tmp_path / "checkpoints")).step == 200
+    assert tool.newest_checkpoint(str(tmp_path / "checkpoints" / "step_00000010")).step == 10
 
 
 def test_a_tokenizer_of_another_run_is_refused(tmp_path, monkeypatch):
@@ -110,9 +112,9 @@ def test_a_tokenizer_of_another_run_is_refused(tmp_path, monkeypatch):
     theirs = SimpleNamespace(fingerprint="b", path="cache/tokenizer.json")
     monkeypatch.setattr(sources, "token_files", lambda data, vocab_size: (theirs, [], []))
     config = SimpleNamespace(data=SimpleNamespace(special_tokens={}, eod_token=""), model=SimpleNamespace(vocab_size=6))
-    assert tool.find_tokenizer(None, tmp_path, tmp_path, config, "b") is theirs
+    assert tool.find_tokenizer(None, tmp_path, config, "b") is theirs
     with pytest.raises(UserError, match="not the one the checkpoint was trained with"):
-        tool.find_tokenizer(None, tmp_path, tmp_path, config, "a")
+        tool.find_tokenizer(None, tmp_path, config, "a")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch, tmp_path):
 
     data = [0xC3, 0xA9, 0x21]
     tokenizer = SimpleNamespace(eod_id=EOD, encode=lambda text: [], decode=lambda ids: bytes(ids).decode("utf-8", "replace"))
-    monkeypatch.setattr(tool, "newest_checkpoint", lambda path: path)
+    monkeypatch.setattr(tool, "newest_checkpoint", lambda path: SimpleNamespace(location=path))
     monkeypatch.setattr(tool, "load", lambda checkpoint, device: (SimpleNamespace(model=SimpleNamespace(name="m")), None, 7, None))
     monkeypatch.setattr(tool, "find_tokenizer", lambda *a: tokenizer)
     monkeypatch.setattr(tool, "sample", lambda *a, **k: iter(data))

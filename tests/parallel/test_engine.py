@@ -56,10 +56,12 @@ def _train(mesh, kind: str, deepspeed: bool, dtype: torch.dtype, steps: int, res
     for step in range(steps):
         if step == restart_at:
             weights = {k: v.clone() for k, v in model.state_dict().items()}
-            state = {k: v.clone() for k, v in optimizer.state_tensors().items()}
+            state, adam_step = [f.values.clone() for f in optimizer.state_fragments()], optimizer.adam_step()
             model, optimizer = build()
             model.load_state_dict(weights)
-            optimizer.load_state_tensors(state)
+            optimizer.create_state(adam_step)
+            for fragment, values in zip(optimizer.state_fragments(), state, strict=True):
+                fragment.values.copy_(values)
         for i in range(mesh.dp.rank, SAMPLES, mesh.dp.size):
             with optimizer.micro_batch():
                 (model(_sample(100 * step + i).to(dtype)) / SAMPLES).backward()

@@ -1,13 +1,12 @@
 """A run that was stopped goes on exactly. Why it matters: a resume that silently loses optimizer state, data position or
 router bias costs weeks before anyone sees it.
 
-Every case runs the real entry point in fresh processes. Not covered: resuming on another layout (refused, see
-`test_refusals`), NCCL.
+Every case runs the real entry point in fresh processes. Not covered: resuming on another layout (tests/checkpoint,
+tests/parallel), kills at other moments (tools/prove_resume.py), NCCL.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.checkpoint.reader import Checkpoint, open_checkpoint
 from megamoe.monitor.metrics import read_metrics
 from megamoe.parallel.distributed import free_port
 from megamoe.testing.small import small_run
@@ -60,8 +60,8 @@ def _rows(run_dir: Path) -> int:
     return len(_losses(run_dir)) if (run_dir / "metrics.jsonl").is_file() else 0
 
 
-def _saved(run_dir: Path) -> dict:
-    return json.loads(max((run_dir / "checkpoints").glob("step_*/state.json")).read_text())
+def _saved(run_dir: Path) -> Checkpoint:
+    return open_checkpoint(run_dir / "checkpoints")
 
 
 def test_killed_run_continues_bit_for_bit(straight):
@@ -69,10 +69,9 @@ def test_killed_run_continues_bit_for_bit(straight):
     run_dir = folder / "killed"
     overrides = small_run(folder, train__num_steps=STEPS, run__dir=run_dir, checkpoint__interval_steps=5)
     process = _start(overrides)
-    _wait_for(lambda: _rows(run_dir) >= 11, process)
+    _wait_for(lambda: (run_dir / "checkpoints" / "step_00000010" / "commit.json").is_file(), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert (run_dir / "checkpoints" / "step_00000010").is_dir()
     code, out = _finish(_start(overrides))
     assert code == 0 and "continues from" in out, out
     assert _losses(run_dir) == expected
@@ -91,7 +90,7 @@ def test_signals_finish_the_step_save_and_exit_zero(straight):
             time.sleep(0.1)
         code, out = _finish(process)
         assert code == 0, out
-        assert _saved(run_dir)["step"] == max(_losses(run_dir)) < STEPS
+        assert _saved(run_dir).step == max(_losses(run_dir)) < STEPS
     code, out = _finish(_start(overrides))
     assert code == 0, out
     assert _losses(run_dir) == expected
@@ -128,7 +127,7 @@ def test_two_ranks_stop_together_and_continue(straight, launcher):
     code, out = _finish(process)
     assert time.monotonic() - began < 20 + 10, "the save takes 20 s at most; ten more for the launcher to notice"
     assert code == 0 or launcher == "deepspeed", out
-    assert _saved(run_dir)["step"] >= 3 and _saved(run_dir)["world_size"] == 2
+    assert _saved(run_dir).step >= 3 and _saved(run_dir).state["layout"].startswith("2 ranks")
     code, out = _finish(_start(overrides, command))
     assert code == 0, out
     losses = _losses(run_dir)
