@@ -7,6 +7,7 @@ files are written and read with the safetensors library.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -35,13 +36,21 @@ def k3_config(*, layers=5, experts=896, hidden=256, latent=128, expert=64, vocab
 
 
 def make_release(folder: Path, config: dict, seed: int = 0) -> None:
-    """Write every tensor such a release has, in two shards with an index."""
+    """Write every tensor such a release has: a shard for each layer and one for what is left, with an index."""
     g = torch.Generator().manual_seed(seed)
     c = config["text_config"]
     la, D, V = c["linear_attn_config"], c["hidden_size"], c["vocab_size"]
     H, K = la["num_heads"], la["head_dim"]
     C = H * K
     tensors: dict[str, torch.Tensor] = {}
+    where: dict[str, str] = {}
+    folder.mkdir(parents=True)
+
+    def flush(number: int) -> None:
+        file = f"model-{number:05d}-of-{c['num_hidden_layers'] + 1:06d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(tensors, file))
+        tensors.clear()
 
     def put(name, *shape, std=None, dtype=torch.bfloat16, mean=0.0):
         std = shape[-1] ** -0.5 if std is None else std
@@ -84,6 +93,7 @@ def make_release(folder: Path, config: dict, seed: int = 0) -> None:
             put(at + "mlp.gate_proj.weight", F, D)
             put(at + "mlp.up_proj.weight", F, D)
             put(at + "mlp.down_proj.weight", D, F)
+            flush(n + 1)
             continue
         m, E, Z, X = at + "block_sparse_moe.", c["num_experts"], c["routed_expert_hidden_size"], c["moe_intermediate_size"]
         S = X * c["num_shared_experts"]
@@ -103,6 +113,7 @@ def make_release(folder: Path, config: dict, seed: int = 0) -> None:
             scale[:, 1, 0] = 0
             for e in range(E):
                 tensors[f"{m}experts.{e}.{w}.weight_packed"], tensors[f"{m}experts.{e}.{w}.weight_scale"] = packed[e].clone(), scale[e].clone()
+        flush(n + 1)
     put(T + "model.output_attn_res_norm.weight", D, std=0.1, mean=1.0)
     put(T + "model.output_attn_res_proj.weight", 1, D, std=0.1)
     put(T + "model.norm.weight", D, std=0.1, mean=1.0)
@@ -120,13 +131,8 @@ def make_release(folder: Path, config: dict, seed: int = 0) -> None:
     put("mm_projector.proj.2.weight", D, 4 * W)
     put("mm_projector.post_norm.weight", D)
 
-    folder.mkdir(parents=True)
-    names = list(tensors)
-    half = len(names) // 2
-    shards = {"model-00001-of-000002.safetensors": names[:half], "model-00002-of-000002.safetensors": names[half:]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {n: f for f, part in shards.items() for n in part}}))
+    flush(c["num_hidden_layers"] + 1)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
@@ -237,3 +243,8 @@ def logits(release: Release, config: dict, tokens: torch.Tensor) -> torch.Tensor
         else:
             prefix = prefix + moe(x, at + "block_sparse_moe.")
     return rms(mix([*bank, prefix], "model.output_attn_res"), w("model.norm.weight")) @ w("lm_head.weight").T
+
+
+if __name__ == "__main__":
+    # A source of about LAYERS - 1 GB for measuring conversions: python tests/checkpoint/hf_oracle.py FOLDER LAYERS
+    make_release(Path(sys.argv[1]), k3_config(layers=int(sys.argv[2]), hidden=1792, latent=896, expert=768, vocab=4096))

@@ -24,7 +24,7 @@ from megamoe.checkpoint.hf.experts import encode_stack
 from megamoe.checkpoint.hf.files import SafetensorsWriter, shard_names, write_index
 from megamoe.checkpoint.hf.importing import CHUNK_BYTES, Piece, chunks, release_from_state
 from megamoe.checkpoint.hf.names import HF, Names, Row, release_of
-from megamoe.checkpoint.hf.workers import OnBytes, run_tasks, share
+from megamoe.utils.workers import OnBytes, run_tasks, share
 from megamoe.checkpoint.reader import Checkpoint, open_checkpoint
 from megamoe.model.config import ModelConfig
 from megamoe.utils.errors import UserError, check

@@ -23,7 +23,7 @@ from megamoe.checkpoint.hf.config import differences, read_config, vision_shape
 from megamoe.checkpoint.hf.experts import decode_stack
 from megamoe.checkpoint.hf.files import SafetensorsFolder
 from megamoe.checkpoint.hf.names import Names, Release, Row, release_of
-from megamoe.checkpoint.hf.workers import OnBytes, run_tasks, share
+from megamoe.utils.workers import OnBytes, run_tasks, share
 from megamoe.checkpoint.objects import Objects
 from megamoe.checkpoint.writer import Writer, commit, new_attempt
 from megamoe.model.config import ModelConfig
