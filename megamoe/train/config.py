@@ -111,11 +111,14 @@ class RunConfig:
     """
     Attributes:
         dir: the run folder: resolved config, checkpoints, metrics.jsonl, plots. One writer at a time.
+        init_from: a new run starts from the weights of this checkpoint (a run folder, its checkpoints, one of them, or s3://…), with
+            fresh optimizer, schedule and data order. A run that has checkpoints of its own continues those instead.
         resume: `auto` continues the newest complete checkpoint of `dir`, `never` refuses a folder that has one, or a path.
         allow_change: names of things a resume may differ in: `tokenizer` (its vocabulary with it), `blend`, `order`.
     """
 
     dir: str = "runs/default"
+    init_from: str = ""
     resume: str = "auto"
     allow_change: list[str] = field(default_factory=list)
 

@@ -1,0 +1,245 @@
+"""A run starts from another run's weights, on any layout, and fine-tunes on conversations.
+
+Why it matters: a fine-tuning that starts from half-loaded weights, a shifted slice or another tokenizer trains without an
+error. Every rank's part is compared with the stored tensor, and the real `pretrain` runs on one rank and on four. Not covered:
+what fine-tuning does to a model (VERIFICATION.md), S3 (the reader's own tests).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megamoe.checkpoint.reader import open_checkpoint
+from megamoe.checkpoint.writer import write_checkpoint
+from megamoe.data.tokenizer import train_tokenizer
+from megamoe.model.params import logical_name
+from megamoe.model.transformer import Transformer
+from megamoe.monitor.metrics import read_metrics
+from megamoe.parallel.config import ParallelConfig
+from megamoe.parallel.mesh import Axis, Mesh, rank_grids
+from megamoe.parallel.plan import build_stage
+from megamoe.testing.pool import RankPool
+from megamoe.testing.proof import small_model
+from megamoe.testing.small import SMALL_MODEL
+from megamoe.train.initial import check_weights, load_initial, open_initial
+from megamoe.utils.errors import UserError
+
+MODEL = small_model(tie_embeddings=True)
+
+
+def whole_state(model, dtype=torch.bfloat16, seed=3) -> dict[str, torch.Tensor]:
+    """Every tensor of a model by its name in a checkpoint, all values different."""
+    with torch.device("meta"):
+        shapes = {"model/" + logical_name(path): t.shape for path, t in Transformer(model).state_dict().items()}
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g).to(torch.float32 if name.endswith(("bias", "A_log")) else dtype) for name, shape in shapes.items()}
+
+
+def mesh_of(config: ParallelConfig, world: int, me: int) -> Mesh:
+    """Rank `me`'s view of a layout, without a process group."""
+    axes = {}
+    for name, rows in rank_grids(config, world).items():
+        row = next(r for r in ([int(x) for x in row] for row in rows) if me in r)
+        axes[name] = Axis(len(row), row.index(me), tuple(row))
+    return Mesh(**axes)
+
+
+@pytest.mark.parametrize("layout, world", [(dict(), 1), (dict(pp=2, tp=2, ep=2), 4), (dict(pp=2, vpp=2, cp=2, tp=2, ep=4), 8)], ids=str)
+def test_every_rank_gets_its_part_of_every_tensor(tmp_path, layout, world):
+    state = whole_state(MODEL)
+    checkpoint = open_checkpoint(write_checkpoint(tmp_path, 7, state.items(), {}))
+    check_weights(MODEL, checkpoint)
+    covered: dict[str, torch.Tensor] = {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in state.items()}
+    parallel = ParallelConfig(**layout)
+    for me in range(world):
+        stage = build_stage(MODEL, parallel, mesh_of(parallel, world, me), device="cpu")
+        for t in (*stage.parameters(), *stage.buffers()):
+            t.data.fill_(7)
+        num_bytes = load_initial(stage, checkpoint)
+        assert num_bytes < sum(t.numel() * t.element_size() for t in state.values()) or world == 1, "a rank reads only what it holds"
+        parameters = dict(stage.named_parameters())
+        for path, here in stage.state_dict().items():
+            info = parameters[path].megamoe if path in parameters else None
+            name = "model/" + (info.name if info else logical_name(path))
+            box = tuple(slice(o, o + n) for o, n in zip(info.offset if info else (0,) * here.dim(), here.shape))
+            assert torch.equal(here, state[name][box].to(here.dtype)), (me, name)
+            covered[name][box] = True
+    assert all(c.all() for c in covered.values())
+
+
+def refused(tmp_path, state=None, model=MODEL, location=None) -> str:
+    if state is not None:
+        location = write_checkpoint(tmp_path, 1, state.items(), {})
+    with pytest.raises(UserError) as error:
+        check_weights(model, open_initial(str(location)))
+    assert str(error.value).startswith("run.init_from=") and "\n" not in str(error.value), error.value
+    return str(error.value)
+
+
+def test_another_model_is_refused_before_a_tensor_is_read(tmp_path):
+    state = whole_state(MODEL)
+    norm = "model/model.norm.weight"
+    assert "lacks model/lm_head.weight; it is of another model" in refused(tmp_path / "a", state, replace(MODEL, tie_embeddings=False))
+    fewer = {k: v for k, v in state.items() if "layers.4." not in k}
+    assert "lacks model/model.layers.4.block_sparse_moe.experts.w1 and 24 other tensors" in refused(tmp_path / "b", fewer)
+    assert f"has more than the model: {norm}x" in refused(tmp_path / "c", state | {norm + "x": torch.zeros(2)})
+    assert "of shape [17], this run of [16]" in refused(tmp_path / "d", state | {norm: torch.zeros(17)})
+    assert "in I32, not bf16" in refused(tmp_path / "e", state | {norm: torch.zeros(16, dtype=torch.int32)})
+    assert "holds no weights" in refused(tmp_path / "f", {"hf/x": torch.zeros(1)})
+
+
+def test_what_is_no_finished_checkpoint_is_refused(tmp_path):
+    assert "does not exist" in refused(tmp_path, location=tmp_path / "nothing")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    assert "holds no committed checkpoint" in refused(tmp_path, location=tmp_path / "run")
+    place = Path(write_checkpoint(tmp_path / "half", 3, whole_state(MODEL).items(), {}))
+    (place / "commit.json").unlink()
+    assert "holds no commit.json" in refused(tmp_path, location=place)
+    assert "holds no committed checkpoint" in refused(tmp_path, location=place.parent)
+    old = tmp_path / "old/checkpoints/step_00000002"
+    old.mkdir(parents=True)
+    (old / "state.json").write_text("{}")
+    assert "old format version 1" in refused(tmp_path, location=tmp_path / "old")
+    assert "old format version 1" in refused(tmp_path, location=old)
+
+
+def test_a_damaged_part_is_found_while_loading(tmp_path):
+    place = Path(write_checkpoint(tmp_path, 3, whole_state(MODEL).items(), {}))
+    file = next(place.rglob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    stage = build_stage(MODEL, ParallelConfig(), Mesh(), device="cpu")
+    with pytest.raises(UserError, match=r"^run.init_from=.*does not match its recorded hash"):
+        load_initial(stage, open_initial(str(place)))
+
+
+# ---- the whole path
+
+
+TALK = ("what is a heap", "a heap is a tree that keeps the smallest item first", "how do I sort", "call sorted on any list of items that compare")
+
+
+def small_sft(folder: Path, **values) -> list[str]:
+    """Overrides of a small stage=sft run; keys of `values` use `__` for the dot."""
+    overrides = [
+        *SMALL_MODEL, "model.moe.expert_size=32", "model.moe.latent=32", "stage=sft", "data=chat", f"data.paths=[{folder / 'talk.jsonl'}]", f"data.cache_dir={folder / 'cache'}",
+        "data.holdout_fraction=0.3", "data.num_workers=1", "train.seq_len=128", "train.global_batch_tokens=1024", "train.micro_batch_tokens=256", "train.num_steps=4",
+        "train.precision=fp32", "train.device=cpu", "train.eval_interval_steps=0", "train.eval_windows=4", "optim.lr=3e-3", "optim.warmup_fraction=0", "optim.schedule=constant", "monitor.wandb=off",
+        "monitor.log_interval_steps=1", "engine=plain", f"run.init_from={folder / 'base'}",
+    ]  # fmt: skip
+    return overrides + [f"{key.replace('__', '.')}={value}" for key, value in values.items()]
+
+
+def _run(overrides: list[str], world: int) -> int:
+    from launch.schema import compose, to_dict
+    from megamoe.train.run import pretrain
+
+    config = compose(overrides)
+    config.validate(world)
+    return pretrain(config, to_dict(config))
+
+
+def _refusal(overrides: list[str]) -> str:
+    try:
+        _run(overrides, 1)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Conversations, and a base run: a checkpoint of weights alone, as a converter writes it, and its tokenizer."""
+    from launch.schema import compose
+
+    folder = tmp_path_factory.mktemp("sft")
+    rows = [{"messages": [{"role": "user", "content": f"{TALK[i % 2 * 2]} {i}"}, {"role": "assistant", "content": f"{TALK[i % 2 * 2 + 1]} {i}"}]} for i in range(120)]
+    (folder / "talk.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "base").mkdir()
+    train_tokenizer([*TALK] * 5, 400, folder / "base/run.tokenizer.json")
+    config = compose(small_sft(folder))
+    state = {k: v * (0.3 if k.endswith("bias") else 0.05) if v.dim() > 1 or k.endswith("bias") else v.abs() for k, v in whole_state(config.model, torch.float32).items()}
+    write_checkpoint(folder / "base/checkpoints", 9, state.items(), {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """QAT off in the runs that are compared across layouts: a rounding border within fp32's noise would be another number there."""
+    same = {"model__moe__qat": '"off"'}
+    with RankPool(4) as pool:
+        pool.run(_run, 1, small_sft(folder, **same, run__dir=folder / "one"), 1, timeout_s=200)
+        pool.run(_run, 4, small_sft(folder, **same, run__dir=folder / "four", parallel__pp=2, parallel__tp=2, parallel__ep=2), 4, timeout_s=200)
+        pool.run(_run, 1, small_sft(folder, run__dir=folder / "qat", train__num_steps=24, train__eval_interval_steps=12), 1, timeout_s=200)
+    return folder
+
+
+def rows_of(run: Path) -> dict[int, dict]:
+    return {row["step"]: row for row in read_metrics(run).rows if "loss" in row}
+
+
+def test_a_layout_fine_tunes_as_one_rank_does(runs):
+    one, four = rows_of(runs / "one"), rows_of(runs / "four")
+    assert one.keys() == four.keys() == {1, 2, 3, 4}
+    for step, row in one.items():
+        for key in ("loss", "grad_norm"):
+            assert four[step][key] == pytest.approx(row[key], rel=1e-6 if key == "loss" else 1e-5), (step, key)
+
+
+def test_the_first_loss_is_the_base_models(runs, folder):
+    """By hand: the stored weights in a plain model, on the step's own windows, assistant's tokens only."""
+    from launch.schema import compose
+    from megamoe.data.batch import collate
+    from megamoe.data.dataset import build_datasets
+
+    config = compose(small_sft(folder, model__moe__qat='"off"'))
+    train, _ = build_datasets(replace(config.data, tokenizer=str(folder / "base")), seq_len=128, vocab_size=config.model.vocab_size, seed=config.train.seed)
+    model, checkpoint = Transformer(config.model), open_initial(str(folder / "base"))
+    model.load_state_dict({path: checkpoint.read("model/" + logical_name(path)) for path in model.state_dict()})
+    model.eval()
+    total, count = 0.0, 0
+    for i in range(8):
+        batch = collate([train.window(i)])
+        with torch.no_grad():
+            hidden = model(batch.tokens_T, cu_seqlens=batch.cu_seqlens, token_mask_T=batch.labels_T != -100)
+            total += model.token_losses(hidden, batch.labels_T).sum().item()
+        count += int((batch.labels_T != -100).sum())
+    assert 0 < count < 8 * 128 * 0.8, "the user's part carries no loss"
+    assert rows_of(runs / "one")[1]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_quantised_fine_tuning_learns_the_answers(runs):
+    rows = rows_of(runs / "qat")
+    assert rows[24]["eval_loss"] < rows[12]["eval_loss"] < rows[1]["loss"], rows
+    assert rows[1]["loss"] != rows_of(runs / "one")[1]["loss"], "the experts compute with rounded weights"
+
+
+def test_a_run_with_checkpoints_of_its_own_continues_them(runs, folder):
+    """The base may be gone by then: its tokenizer is in the run's folder."""
+    with RankPool(1) as pool:
+        overrides = small_sft(folder, model__moe__qat='"off"', run__dir=folder / "one", run__init_from=folder / "gone", train__num_steps=5)
+        pool.run(_run, 1, overrides, 1, timeout_s=200)
+        assert rows_of(runs / "one").keys() == {1, 2, 3, 4, 5}
+        (refusal,) = pool.run(_refusal, 1, [*overrides, f"run.dir={folder / 'fresh'}"])
+        assert "does not exist" in refusal and refusal.startswith("run.init_from=")
+
+
+def test_another_tokenizer_than_the_bases_is_refused(folder, tmp_path):
+    base = tmp_path / "base"
+    base.mkdir()
+    source = open_initial(str(folder / "base"))
+    state = {"identity": {"tokenizer": "another"}}
+    write_checkpoint(base / "checkpoints", 1, ((name, source.read(name)) for name in source.names()), state)
+    common = dict(run__dir=tmp_path / "run", run__init_from=base)
+    with RankPool(1) as pool:
+        (refusal,) = pool.run(_refusal, 1, small_sft(folder, **common))
+        assert "data.tokenizer=auto" in refusal and "comes without a tokenizer" in refusal
+        (refusal,) = pool.run(_refusal, 1, small_sft(folder, **common, data__tokenizer=folder / "base"))
+        assert "was trained with another tokenizer" in refusal and refusal.startswith("run.init_from=")
+    assert not (tmp_path / "run/checkpoints").exists()
