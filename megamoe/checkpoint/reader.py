@@ -136,6 +136,10 @@ class Checkpoint:
             damaged(where, f"does not match its recorded hash at {name}")
         return bytearray(data)
 
+    def file_bytes(self, name: str) -> bytes:
+        """One whole file as it lies there, unchecked. Raises FileNotFoundError or StoreError."""
+        return self.objects.get(f"{self._base}/{name}")
+
     def verify_files(self) -> Iterator[tuple[str, int]]:
         """Hash every file; yields (name, bytes) after each.
 
