@@ -25,7 +25,7 @@ from megamoe.layers.stream import Stream
 from megamoe.layers.config import MLAConfig, RopeKind
 from megamoe.ops import mla_attention
 from megamoe.ops.late import LateChoice
-from megamoe.ops.mla_attention.max_logit import max_logit
+from megamoe.ops.mla_attention import max_logit
 
 # YaRN: wavelengths that turn more than FAST times within the original context are left alone, those that turn less than
 # SLOW times are interpolated, those between are blended. The paper's values.
@@ -58,6 +58,7 @@ class MLA(nn.Module):
             self.g_proj = Linear(d_model, c.num_heads * c.v_head_dim)
         self.o_proj = Linear(c.num_heads * c.v_head_dim, d_model)
         self.op = LateChoice(mla_attention.OP, prefer=c.backend, Q=c.qk_head_dim, V=c.v_head_dim)
+        self.max_logit_op = LateChoice(max_logit.OP, Q=c.qk_head_dim)
         self.watch_logits = False
         self.max_logit_H: torch.Tensor | None = None
 
@@ -71,7 +72,7 @@ class MLA(nn.Module):
         """The attention core, (T, H, V); arguments as for the op. Notes the largest logits when they are watched."""
         where = dict(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, scale=softmax_scale(self.config))
         if self.watch_logits and torch.is_grad_enabled():
-            top_H = max_logit(q_THQ, k_THQ, **where)
+            top_H = self.max_logit_op.on(q_THQ)(q_THQ, k_THQ, **where)
             self.max_logit_H = top_H if self.max_logit_H is None else torch.maximum(self.max_logit_H, top_H)
         return self.op.on(q_THQ)(q_THQ, k_THQ, v_THV, max_seqlen=max_seqlen, **where)
 

@@ -1,7 +1,7 @@
 """QK-clip. Why it matters: logits that grow without bound end a run in NaN weeks later; a clip that scales the wrong rows, or
 weights but not their masters, changes the model silently or is undone by the next step.
 
-Layouts are proved in tests/parallel/test_prove.py. Not covered: whether a threshold suits a model, and NCCL.
+Layouts are proved in tests/parallel/test_prove.py, maxima in tests/ops/test_max_logit.py. Not covered: whether a threshold suits a model, and NCCL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from launch.schema import compose
 from megamoe.layers.config import MLAConfig, RopeKind
 from megamoe.layers.mla import MLA
 from megamoe.layers.stream import Stream
-from megamoe.ops.mla_attention.max_logit import max_logit
 from megamoe.optim.config import OptimConfig, OptimizerKind, QKClipConfig
 from megamoe.optim.optimizer import build_optimizer
 from megamoe.optim.qk_clip import QKClip, row_factors
@@ -25,37 +24,6 @@ from megamoe.testing.models import cu_seqlens, toy_config, toy_model
 from megamoe.utils.errors import UserError
 
 F64 = torch.float64
-
-
-def scores(q_THQ, k_THQ, lengths, key_lengths, scale):
-    """Per document, (H, t, s), the future at -inf."""
-    out = []
-    for q, k in zip(q_THQ.split(lengths), k_THQ.split(key_lengths)):
-        s = torch.einsum("thq,shq->hts", q, k) * scale
-        position = torch.arange(len(q))[:, None] + len(k) - len(q)
-        out.append(s.masked_fill(torch.arange(len(k)) > position, -torch.inf))
-    return out
-
-
-@pytest.mark.parametrize("block", [1, 3 * 7, 1 << 20])
-@pytest.mark.parametrize("lengths, more", [([13], 0), ([5, 0, 1, 9], 0), ([4, 6], 3)])
-def test_largest_logit_is_that_of_all_scores(block, lengths, more):
-    keys = [n + more for n in lengths]
-    q, k = torch.randn(sum(lengths), 3, 4, dtype=F64), torch.randn(sum(keys), 3, 4, dtype=F64)
-    cu_k = cu_seqlens(*keys) if more else None
-    found = max_logit(q, k, cu_seqlens=cu_seqlens(*lengths), cu_seqlens_k=cu_k, scale=0.3, block_scores=block)
-    wanted = torch.stack([s.amax((-2, -1)) for s in scores(q, k, lengths, keys, 0.3) if s.numel()]).amax(0)
-    torch.testing.assert_close(found, wanted, rtol=1e-14, atol=0)
-
-
-def test_the_future_and_other_documents_are_not_looked_at():
-    q, k = torch.ones(6, 2, 4), torch.ones(6, 2, 4)
-    k[5] = 100.0  # the last token: only its own query, made small here, may see it
-    q[5] = 1e-3
-    k[3] = 50.0  # first token of document 2
-    q[3:] *= 1e-2
-    found = max_logit(q, k, cu_seqlens=cu_seqlens(3, 3), scale=1.0)
-    torch.testing.assert_close(found, torch.full((2,), 4.0))
 
 
 @pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}, {"rope": RopeKind.rotary}, {"rope": RopeKind.yarn, "rope_factor": 4.0}], ids=str)

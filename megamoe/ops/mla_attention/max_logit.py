@@ -1,61 +1,48 @@
 """The largest attention logit of every head: what QK-clip reads. Exact, and apart from the attention backends.
 
-No fused kernel at hand returns a row maximum (the log-sum-exp they return exceeds it by up to ln of the row's length,
-more than a threshold can bear), so the scores are formed once more, block by block, and only their maxima are kept. Bounded
-memory: BLOCK_SCORES numbers at a time. Cost: the causal half of Q·T²·H multiply-adds, about 60 % of the attention core's
-forward, plus one write and one read of the scores, which on a GPU costs several times the fused core at long contexts:
-`optim.qk_clip.every` is the lever there.
+No fused attention at hand returns a row maximum (the log-sum-exp they return exceeds it by up to ln of the row's length,
+more than a threshold can bear), so the products are formed once more. Cost: the causal half of Q·T²·H multiply-adds, about 60 % of
+the attention core's forward; `optim.qk_clip.every` is the lever.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megamoe.ops.precision import wide
+from megamoe.ops.backends import triton_backend
+from megamoe.ops.mla_attention import validate
+from megamoe.ops.registry import choose, register
 
-BLOCK_SCORES = 1 << 24
+OP = "mla_max_logit"
 
 
 @torch.no_grad()
-def max_logit(
-    q_THQ: torch.Tensor, k_THQ: torch.Tensor, *, cu_seqlens: torch.Tensor, scale: float, cu_seqlens_k: torch.Tensor | None = None, block_scores: int = BLOCK_SCORES
-) -> torch.Tensor:
+def max_logit(q_THQ: torch.Tensor, k_THQ: torch.Tensor, *, cu_seqlens: torch.Tensor, scale: float, cu_seqlens_k: torch.Tensor | None = None) -> torch.Tensor:
     """m_h = max over t and s <= t of t's document of scale q_t.k_s.
 
     Args:
-        q_THQ, k_THQ, cu_seqlens, cu_seqlens_k, scale: as for `mla_attention`.
-        block_scores: scores that exist at a time, over all heads (at least one query's row).
+        q_THQ, k_THQ, cu_seqlens, cu_seqlens_k: as for `mla_attention`.
+        scale: of the scores, above zero.
 
     Returns: max_H, (H,) fp32 (float64 for float64 inputs), -inf without a query. No gradient. Products are accumulated in
         that dtype, also of bf16 inputs.
 
-    Maxima combine exactly: over blocks, micro-batches, ranks and recomputation, in any order and any number of times. Reads
-    cu_seqlens on the host. No collective.
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+
+    Maxima combine exactly: over blocks, micro-batches, ranks and recomputation, in any order and any number of times. No
+    collective. `reference` reads cu_seqlens on the host, `triton` does not. Twin: max_logit_reference.py.
     """
-    dtype = wide(q_THQ.dtype)
-    H = q_THQ.shape[1]
-    max_H = q_THQ.new_full((H,), float("-inf"), dtype=dtype)
-    lengths = cu_seqlens.diff().tolist()
-    key_lengths = lengths if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
-    q_HTQ, k_HQT = q_THQ.detach().transpose(0, 1), k_THQ.detach().permute(1, 2, 0)
-    first_q = first_k = 0
-    for queries, keys in zip(lengths, key_lengths):
-        begin = 0
-        while begin < queries:
-            rows = min(queries - begin, max(1, block_scores // (H * keys)))
-            # The queries are the document's last ones; the block's last query sees `seen` keys, its first one rows-1 fewer.
-            seen = keys - queries + begin + rows
-            score_Hts = _product(q_HTQ[:, first_q + begin : first_q + begin + rows], k_HQT[:, :, first_k : first_k + seen], dtype)
-            future_ts = torch.ones(rows, seen, dtype=torch.bool, device=q_THQ.device).triu(1 + seen - rows)
-            top_H = score_Hts.masked_fill_(future_ts, float("-inf")).amax((-2, -1))
-            max_H = torch.maximum(max_H, top_H * scale)
-            begin += rows
-        first_q, first_k = first_q + queries, first_k + keys
-    return max_H
+    validate(q_THQ, k_THQ, k_THQ, cu_seqlens, cu_seqlens_k)
+    op = choose(OP, device=q_THQ.device.type, dtype=q_THQ.dtype, Q=q_THQ.shape[-1])
+    return op(q_THQ, k_THQ, cu_seqlens=cu_seqlens, scale=scale, cu_seqlens_k=cu_seqlens_k)
 
 
-def _product(q_HtQ: torch.Tensor, k_HQs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scores in `dtype`. On a GPU bf16 operands go to the tensor cores and come out unrounded."""
-    if q_HtQ.is_cuda and q_HtQ.dtype != dtype:
-        return torch.bmm(q_HtQ, k_HQs, out_dtype=dtype)
-    return torch.bmm(q_HtQ.to(dtype), k_HQs.to(dtype))
+def _reference():
+    from megamoe.ops.mla_attention.max_logit_reference import max_logit
+
+    return max_logit
+
+
+register(OP, "triton", **triton_backend("megamoe.ops.mla_attention.max_logit_triton", "max_logit"))
+register(OP, "reference", load=_reference)
