@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megamoe.checkpoint.format import MODEL
@@ -64,6 +65,8 @@ def pretrain(config: Config, resolved: dict) -> int:
     device = pick_device(config.train.device.value)
     if device.type == "cpu":
         # Products of decays run into denormals, on which a CPU is a hundred times slower. Before any worker thread starts: it inherits the mode.
+        # numpy looks at its smallest numbers when it is first asked, and warns about this mode: ask now.
+        np.finfo(np.float32), np.finfo(np.float64)
         torch.set_flush_denormal(True)
     deepspeed = config.engine.kind is EngineKind.deepspeed
     with stop_signals() as stop, process_group(device, config.parallel.timeout_s, deepspeed=deepspeed):
