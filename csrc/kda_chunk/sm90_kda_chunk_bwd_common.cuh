@@ -4,7 +4,8 @@
 //   prep   q k g β          -> ke = k e^G, kg = k e^(G_C-G), qg = q̂ e^G, A' = (I+L)^-1 diag(β), P, e^(G_C)
 //   scan   ke kg A' v       -> S entering each chunk, v~                        (forward in time)
 //          kg ke qg A' P do -> dS leaving each chunk, dv, d(initial state)      (backward in time, same grid)
-//   grad   all of these     -> dq dk dg dβ, partial sums of dA_log and d dt_bias
+//   maps, chain             -> the state and its gradient at the borders of segments     (few heads; segment_maps.cuh)
+//   grad   prep's and scan's -> dq dk dg dβ, partial sums of dA_log and d dt_bias
 //   sum    partial sums     -> dA_log, d dt_bias                                (fixed order)
 //
 // Everything between kernels lies in global memory as the shared-memory image the next kernel wants, moved by bulk copies.
@@ -14,6 +15,7 @@
 #pragma once
 #include <stddef.h>
 
+#include "segment_maps.cuh"
 #include "sm90_kda_chunk_bwd_prims.cuh"
 
 namespace megamoe::kda_bwd {
@@ -22,6 +24,8 @@ constexpr int kChunk = 64, kTile = 16, kTiles = 4, kDim = 128;
 constexpr int kImage128 = kChunk * kDim * 2;   // ke, kg, qg: [64][128]; v~ transposed: [128][64]
 constexpr int kImageState = kDim * kDim * 2;   // S, dS transposed: [v][c], in halves of c
 constexpr int kImage64 = kChunk * kChunk * 2;  // A', P: [i][j]
+constexpr int kSegment = kda::kBackwardSegment, kSegmentChunks = kSegment / kChunk;  // rows and chunks between two cuts
+static_assert(kSegment % kChunk == 0);
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kShift = 15.f * kLog2e;  // constant share of a tile's exponent given to the row factor
 constexpr float kL2Eps = 1e-6f;
@@ -66,6 +70,8 @@ struct Args {
   int4* chunks;         // (max_chunks,) {first token, rows, document, 0}
   unsigned char *ke, *kg, *qg, *a, *p, *vt, *s, *ds;  // images, index chunk * heads + head
   float* decay;         // (chunks, heads, 128) e^(G_C)
+  float* borders;       // (num_borders, H, 4, 128, 128): see chain_segments; few heads only, all of them in one pass
+  int num_borders;      // 0: no document is cut
   float* da_part;       // (max_chunks, H)
   float* dbias_part;    // (max_chunks, H, 128)
 };
@@ -112,6 +118,10 @@ __device__ __forceinline__ int64_t doc_start(const Args& p, int n) {
   if (!p.cu_seqlens) return n ? p.num_tokens : 0;
   return p.cu_is_int64 ? static_cast<const int64_t*>(p.cu_seqlens)[n] : static_cast<const int*>(p.cu_seqlens)[n];
 }
+struct DocumentStart {
+  const Args& p;
+  __device__ __forceinline__ int operator()(int n) const { return static_cast<int>(doc_start(p, n)); }
+};
 __device__ __forceinline__ float load_beta_logit(const Args& p, int token, int head) {
   const int64_t i = static_cast<int64_t>(token) * p.beta_token_stride + static_cast<int64_t>(head) * p.beta_head_stride;
   return p.beta_is_fp32 ? static_cast<const float*>(p.beta)[i] : bits_to_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.beta)[i]) << 16);

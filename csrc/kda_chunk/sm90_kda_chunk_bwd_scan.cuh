@@ -6,6 +6,9 @@
 //   reverse   dv~^T = do^T P + dS^T kg^T  ->  dv^T = dv~^T A'  ->  dS^T = dS^T e^(G_C) + do^T qg - dv^T ke
 // so the four consumer warps share only the operand tiles in shared memory and never wait for one another. Two producer warps fill
 // them: what a step reads first (X) three steps deep, what it reads last (Y) two deep; each slot has a full and an empty barrier.
+//
+// Few heads: a walk covers one segment (segment_maps.cuh). The same kernel first computes the segments' maps (kMaps: nothing leaves but
+// the state at the end of the walk), then runs all segments from the states that the chain has put at their borders.
 #pragma once
 #include "sm90_kda_chunk_bwd_common.cuh"
 
@@ -28,8 +31,11 @@ static_assert(ScanSmem::slot_x % 256 == 0 && ScanSmem::slot_y % 256 == 0, "block
 static_assert(ScanSmem::bytes <= 227 * 1024, "one block per SM");
 
 struct ScanBlock {
-  int tid, lane, warp, hl, head, doc, v0, chunk0, num_chunks;  // v0: first value column of the block
-  int token0, num_tokens;                                      // of the document
+  int tid, lane, warp, hl, head, v0;           // v0: first value column of the block
+  int chunk0, num_chunks, token0, num_tokens;  // of the walk: its chunks, its first token, tokens from there to the document's end
+  bool reverse, identity;                      // identity: from the identity with values zero, a map's linear part
+  const float* source;                         // (K, V) state at the walk's start, null: zero
+  float* destination;                          // where the state at its end goes, null: nowhere
   uint32_t base;
 };
 
@@ -117,15 +123,15 @@ __device__ __forceinline__ void add_rank64(float (&state)[16][4], const uint32_t
       mma(state[2 * nb + 1], a[kb], b[2], b[3]);
     }
 }
-// acc[16 v][64 rows] += sign · state[16 v][128 c] · rows[64][128]^T; the packed state also goes to `out` (this warp's two [16][64] images).
-// lane_rows: crossed lane offset into the image, lane_out: straight lane offset into `out`.
-template <bool kNegate>
+// acc[16 v][64 rows] += sign · state[16 v][128 c] · rows[64][128]^T; kKeep: the packed state also goes to `out` (this warp's two [16][64]
+// images). lane_rows: crossed lane offset into the image, lane_out: straight lane offset into `out`.
+template <bool kNegate, bool kKeep>
 __device__ __forceinline__ void state_times_rows(float (&acc)[8][4], const float (&state)[16][4], uint32_t lane_rows, uint32_t lane_out) {
 #pragma unroll
   for (int ks = 0; ks < 8; ks++) {
     uint32_t a[4];
     pack_a(a, state[2 * ks], state[2 * ks + 1]);
-    stsm4(block64(lane_out, ks >> 2, ks & 3), a);  // 16 rows of 128 bytes, twice
+    if (kKeep) stsm4(block64(lane_out, ks >> 2, ks & 3), a);  // 16 rows of 128 bytes, twice
     if (kNegate) negate_a(a, a);
 #pragma unroll
     for (int nb = 0; nb < 4; nb++) {
@@ -162,13 +168,26 @@ __device__ __forceinline__ void load_state(float (&state)[16][4], const float* s
     for (int e = 0; e < 4; e++) state[n][e] = src ? src[(n * 8 + 2 * t + (e & 1)) * kDim + v + (e >> 1) * 8] : 0.f;
 }
 
+__device__ __forceinline__ void store_state(const float (&state)[16][4], float* dst, int v, int t) {
+#pragma unroll
+  for (int n = 0; n < 16; n++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) dst[(n * 8 + 2 * t + (e & 1)) * kDim + v + (e >> 1) * 8] = state[n][e];
+}
+
+template <bool kMaps>
 __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* sm) {
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
   const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
   const int state_out = ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = ScanSmem::row_out + b.warp * kChunk * kDvLd;
   float state[16][4];
-  load_state(state, p.initial_state ? p.initial_state + (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim : nullptr, v + g, t);
+  load_state(state, b.source, v + g, t);
+  if (kMaps && b.identity)
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) state[n][e] = n * 8 + 2 * t + (e & 1) == v + g + (e >> 1) * 8 ? 1.f : 0.f;
   size_t image = static_cast<size_t>(b.chunk0) * p.heads + b.hl;
   Ring<kDepthX> rx;
   Ring<kDepthY> ry;
@@ -184,10 +203,10 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float* c = x[2 * kb + (i >> 1)] + (i & 1) * 2;
-        c[0] = bf_lo(a[i]), c[1] = bf_hi(a[i]);
+        c[0] = kMaps && b.identity ? 0.f : bf_lo(a[i]), c[1] = kMaps && b.identity ? 0.f : bf_hi(a[i]);
       }
     }
-    state_times_rows<true>(x, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
+    state_times_rows<true, !kMaps>(x, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, x);
     float vn[8][4] = {};
@@ -203,11 +222,13 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
     release(b.lane, full_x(b, rx.slot));
     rx.next();
     pack_rows(va, vn);
+    if constexpr (!kMaps) {
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) stsm4(block64(b.base + row_out + straight64, 0, kb), va[kb]);
-    send<16 * 128>(b.lane, p.s + image * kImageState + v * 128, sm + state_out);
-    send<16 * 128>(b.lane, p.s + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
-    send<16 * 128>(b.lane, p.vt + image * kImage128 + v * 128, sm + row_out);
+      for (int kb = 0; kb < 4; kb++) stsm4(block64(b.base + row_out + straight64, 0, kb), va[kb]);
+      send<16 * 128>(b.lane, p.s + image * kImageState + v * 128, sm + state_out);
+      send<16 * 128>(b.lane, p.s + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
+      send<16 * 128>(b.lane, p.vt + image * kImage128 + v * 128, sm + row_out);
+    }
 
     const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
     mbar_wait(full_y(b, ry.slot), ry.parity);
@@ -216,16 +237,26 @@ __device__ void scan_forward(const Args& p, const ScanBlock& b, unsigned char* s
     release(b.lane, full_y(b, ry.slot));
     ry.next();
   }
+  if constexpr (kMaps) {
+    float* out = b.destination + (b.identity ? 2 * kDim * kDim : 0);
+    store_state(state, out, v + g, t);
+    if (b.identity) {  // transposed beside it
+#pragma unroll
+      for (int n = 0; n < 16; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) b.destination[kDim * kDim + (v + g + (e >> 1) * 8) * kDim + n * 8 + 2 * t + (e & 1)] = state[n][e];
+    }
+  }
 }
 
+template <bool kMaps>
 __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* sm) {
   const int g = b.lane >> 2, t = b.lane & 3, v = b.v0 + b.warp * 16;
   const LaneBlock straight = lane_straight(b.lane), crossed = lane_crossed(b.lane);
   const uint32_t straight128 = lane_off128(straight), crossed128 = lane_off128(crossed), straight64 = lane_off64(straight), crossed64 = lane_off64(crossed);
   const int state_out = ScanSmem::state_out + b.warp * 16 * kDim * 2, row_out = ScanSmem::row_out + b.warp * kChunk * kDvLd;
-  const size_t doc_state = (static_cast<size_t>(b.doc) * p.num_heads + b.head) * kDim * kDim;
   float state[16][4];
-  load_state(state, p.dfinal_state ? p.dfinal_state + doc_state : nullptr, v + g, t);
+  load_state(state, b.source, v + g, t);
   const int last_token = (b.num_chunks - 1) * kChunk + (b.lane >> 1);
   uint16_t* dv_out = p.dv.at(b.token0 + last_token, b.head) + v + (b.lane & 1) * 8;
   int left = b.num_tokens - last_token;  // rows of the document from this lane's first one on
@@ -248,7 +279,7 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
         mma(dvn[2 * nb], da[kb], f[0], f[1]);
         mma(dvn[2 * nb + 1], da[kb], f[2], f[3]);
       }
-    state_times_rows<false>(dvn, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
+    state_times_rows<false, !kMaps>(dvn, state, sx + ScanSmem::first + crossed128, b.base + state_out + straight64);
     uint32_t xa[4][4], va[4][4];
     pack_rows(xa, dvn);
     float dv[8][4] = {};
@@ -264,21 +295,23 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
     release(b.lane, full_x(b, rx.slot));
     rx.next();
     pack_rows(va, dv);
-    // dv leaves through a [token][16 v] staging: a transposed store of the fragments, then 16 bytes a lane.
+    if constexpr (!kMaps) {
+      // dv leaves through a [token][16 v] staging: a transposed store of the fragments, then 16 bytes a lane.
 #pragma unroll
-    for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
-    send<16 * 128>(b.lane, p.ds + image * kImageState + v * 128, sm + state_out);
-    send<16 * 128>(b.lane, p.ds + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
-    {
-      uint16_t* to = dv_out;
-      const unsigned char* from = sm + row_out + (b.lane >> 1) * kDvLd + (b.lane & 1) * 16;
+      for (int kb = 0; kb < 4; kb++) stsm4_t(b.base + row_out + (kb * 16 + crossed.row) * kDvLd + crossed.unit * 16, va[kb]);
+      send<16 * 128>(b.lane, p.ds + image * kImageState + v * 128, sm + state_out);
+      send<16 * 128>(b.lane, p.ds + image * kImageState + kImageState / 2 + v * 128, sm + state_out + 16 * 128);
+      {
+        uint16_t* to = dv_out;
+        const unsigned char* from = sm + row_out + (b.lane >> 1) * kDvLd + (b.lane & 1) * 16;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const uint4 x = *reinterpret_cast<const uint4*>(from + i * 16 * kDvLd);
-        if (i * 16 < left) *reinterpret_cast<uint4*>(to) = x;
-        to += 16 * static_cast<int64_t>(p.dv.token_stride);
+        for (int i = 0; i < 4; i++) {
+          const uint4 x = *reinterpret_cast<const uint4*>(from + i * 16 * kDvLd);
+          if (i * 16 < left) *reinterpret_cast<uint4*>(to) = x;
+          to += 16 * static_cast<int64_t>(p.dv.token_stride);
+        }
+        dv_out -= kChunk * static_cast<int64_t>(p.dv.token_stride), left += kChunk;
       }
-      dv_out -= kChunk * static_cast<int64_t>(p.dv.token_stride), left += kChunk;
     }
     const int sy = ScanSmem::y + ry.slot * ScanSmem::slot_y;
     mbar_wait(full_y(b, ry.slot), ry.parity);
@@ -290,16 +323,47 @@ __device__ void scan_reverse(const Args& p, const ScanBlock& b, unsigned char* s
     release(b.lane, full_y(b, ry.slot));
     ry.next();
   }
-  if (p.dinitial_state) {
-    float* out = p.dinitial_state + doc_state;
-#pragma unroll
-    for (int n = 0; n < 16; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) out[(n * 8 + 2 * t + (e & 1)) * kDim + v + g + (e >> 1) * 8] = state[n][e];
-  }
+  if (b.destination) store_state(state, b.destination, v + g, t);
 }
 
-// Blocks: value split fastest, then head, document, and direction last: the longer reverse scans are placed first.
+// Fills in the walk of a block from its number; false: it has none. Reverse walks, the longer ones, are placed first.
+template <bool kMaps>
+__device__ __forceinline__ bool place_walk(const Args& p, ScanBlock& b, unsigned i) {
+  const int units = kMaps ? p.num_borders : p.num_docs + p.num_borders, unit = static_cast<int>(i % units), kind = static_cast<int>(i / units);
+  b.reverse = kind == 0, b.identity = kind == 2;
+  // kMaps: the segment after border `number` backward, the one before it forward. Else every document's first segment, then those
+  // after borders.
+  const int number = kMaps ? unit + 1 : unit - p.num_docs + 1;
+  const DocumentStart start{p};
+  int doc = unit, index = 0, after = 0;  // after: number of the border at the segment's end, 0 for the document's last segment
+  if (kMaps || number > 0) {
+    const kda::Border border = kda::border_at(start, p.num_docs, kSegment, number);
+    if (border.index == 0) return false;
+    doc = border.document, index = border.index, after = border.last ? 0 : number + 1;
+    if (kMaps && kind != 0) index--, after = number;
+  } else if (p.num_borders && start(doc + 1) - start(doc) > kSegment) {
+    after = (start(doc) + kSegment) / kSegment;
+  }
+  if (kMaps && b.identity && index == 0) return false;  // nothing but its own state enters a document's first segment
+  const int doc_chunk = p.doc_chunk[doc] + index * kSegmentChunks, left = p.doc_chunk[doc + 1] - doc_chunk;
+  b.chunk0 = doc_chunk, b.num_chunks = after ? kSegmentChunks : left;
+  b.token0 = start(doc) + index * kSegment, b.num_tokens = start(doc + 1) - b.token0;
+
+  constexpr size_t kState = kDim * kDim;
+  const auto at_document = [&](auto* states) { return states ? states + (static_cast<size_t>(doc) * p.num_heads + b.head) * kState : nullptr; };
+  const auto at_border = [&](int n) { return p.borders + (static_cast<size_t>(n - 1) * p.num_heads + b.head) * 4 * kState; };
+  if (b.reverse) {
+    b.source = after == 0 ? at_document(p.dfinal_state) : kMaps ? nullptr : at_border(after) + kda::kGradient * kState;
+    b.destination = kMaps ? at_border(number) + kda::kGradient * kState : index == 0 ? at_document(p.dinitial_state) : nullptr;
+  } else {
+    b.source = b.identity ? nullptr : index == 0 ? at_document(p.initial_state) : kMaps ? nullptr : at_border(number);
+    b.destination = kMaps ? at_border(number) : nullptr;
+  }
+  return true;
+}
+
+// Blocks: value split fastest, then head, then what place_walk takes.
+template <bool kMaps>
 __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args p) {
   unsigned char* sm = dynamic_smem();
   ScanBlock b;
@@ -308,10 +372,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args 
   b.v0 = static_cast<int>(i % kScanSplits) * kScanV, i /= kScanSplits;
   b.hl = static_cast<int>(i % p.heads), i /= p.heads;
   b.head = p.head0 + b.hl;
-  b.doc = static_cast<int>(i % p.num_docs);
-  const bool forward = i / p.num_docs;
-  b.chunk0 = p.doc_chunk[b.doc], b.num_chunks = p.doc_chunk[b.doc + 1] - b.chunk0;
-  b.token0 = static_cast<int>(doc_start(p, b.doc)), b.num_tokens = static_cast<int>(doc_start(p, b.doc + 1)) - b.token0;
+  if (!place_walk<kMaps>(p, b, i)) return;
   b.base = smem_addr(sm);
   if (b.tid == 0) {
     for (int i = 0; i < kDepthX + kDepthY; i++) {
@@ -323,20 +384,28 @@ __global__ void __launch_bounds__(kScanThreads, 1) sm90_kda_bwd_scan(const Args 
   }
   __syncthreads();
   if (b.warp == kScanWarps) {
-    if (forward)
-      produce_x<false>(p, b);
-    else
+    if (b.reverse)
       produce_x<true>(p, b);
-  } else if (b.warp == kScanWarps + 1) {
-    if (forward)
-      produce_y<false>(p, b);
     else
+      produce_x<false>(p, b);
+  } else if (b.warp == kScanWarps + 1) {
+    if (b.reverse)
       produce_y<true>(p, b);
-  } else if (forward) {
-    scan_forward(p, b, sm);
+    else
+      produce_y<false>(p, b);
+  } else if (b.reverse) {
+    scan_reverse<kMaps>(p, b, sm);
   } else {
-    scan_reverse(p, b, sm);
+    scan_forward<kMaps>(p, b, sm);
   }
+}
+
+// Blocks: 16 value columns fastest, then head, then direction.
+__global__ void __launch_bounds__(kda::kChainThreads) sm90_kda_bwd_chain(const Args p) {
+  constexpr unsigned kColumns = kDim / kda::kChainColumns;
+  const unsigned i = blockIdx.x / kColumns;
+  kda::chain_segments<4>(p.borders, p.num_heads, static_cast<int>(i % p.num_heads), static_cast<int>(blockIdx.x % kColumns) * kda::kChainColumns, i / p.num_heads == 0,
+                         DocumentStart{p}, p.num_docs, kSegment, p.num_borders);
 }
 
 }  // namespace megamoe::kda_bwd

@@ -8,7 +8,6 @@
 #include "sm90_kda_chunk_bwd_simt.cuh"
 
 #define __grid_constant__
-#define __shared__ static  // blocks run one after the other
 
 struct uint2 { uint32_t x, y; };
 struct __nv_bfloat16 { uint16_t bits; };

@@ -68,6 +68,27 @@ def test_kernel_source_computes_what_the_emulation_computes(simt):
         assert rms < 1e-3, name
 
 
+def test_few_heads_cut_documents_and_packing_changes_no_bit(simt):
+    """Cuts every 128 rows from a document's own start: 300 rows are three segments, 129 two. The slow gate makes the maps matter."""
+    cu = [0, 300, 300, 429]
+    packed = harness.make_case(429, 1, "slow", cu)
+    got = harness.call(simt, packed, num_sms=11)
+    assert not harness.outside_limits(got, harness.truth(packed))
+    whole = harness.call(simt, packed, num_sms=10)
+    assert not torch.equal(got["dq"], whole["dq"]) and not torch.equal(got["dk"], whole["dk"])  # or nothing was cut, in either direction
+    for n in (0, 2):
+        one = harness.call(simt, alone(packed, cu[n], cu[n + 1], n), num_sms=11)
+        for name in ("dq", "dk", "dv", "dg", "dbeta"):
+            assert torch.equal(got[name][cu[n] : cu[n + 1]], one[name]), name
+        assert torch.equal(got["dinitial_state"][n], one["dinitial_state"][0])
+    assert torch.equal(got["dinitial_state"][1], packed["dfinal"][1])
+
+
+def alone(case, a, b, n):
+    one = {k: v[a:b].contiguous() if k in ("q", "k", "v", "g", "do", "beta") else v for k, v in case.items()}
+    return one | dict(cu=None, initial_state=case["initial_state"][n : n + 1].contiguous(), dfinal=case["dfinal"][n : n + 1].contiguous())
+
+
 def test_packed_documents_equal_each_document_alone_bitwise(simt):
     cu = [0, 70, 70, 87]
     packed = harness.make_case(87, 1, cu=cu)
@@ -76,9 +97,7 @@ def test_packed_documents_equal_each_document_alone_bitwise(simt):
         if a == b:  # an empty document hands the state's gradient through
             assert torch.equal(got["dinitial_state"][n], packed["dfinal"][n])
             continue
-        alone = {k: v[a:b].contiguous() if k in ("q", "k", "v", "g", "do", "beta") else v for k, v in packed.items()}
-        alone.update(cu=None, initial_state=packed["initial_state"][n : n + 1].contiguous(), dfinal=packed["dfinal"][n : n + 1].contiguous())
-        one = harness.call(simt, alone)
+        one = harness.call(simt, alone(packed, a, b, n))
         for name in ("dq", "dk", "dv", "dg", "dbeta"):
             assert torch.equal(got[name][a:b], one[name]), name
         assert torch.equal(got["dinitial_state"][n], one["dinitial_state"][0])
@@ -91,15 +110,16 @@ def test_gradients_do_not_depend_on_how_heads_are_grouped(simt):
         assert torch.equal(one_pass[name], three_passes[name]), name
 
 
-def test_later_tokens_do_not_reach_gradients_of_an_earlier_loss(simt):
-    """Loss on tokens before 37 only: changing every input from 37 on changes no bit before, and gives exact zeros after."""
-    cut, case = 37, harness.make_case(100, 1, states=False)
+@pytest.mark.parametrize("T, cut, num_sms", [(100, 37, 132), (300, 200, 11)], ids=["one_walk", "segments"])
+def test_later_tokens_do_not_reach_gradients_of_an_earlier_loss(simt, T, cut, num_sms):
+    """Loss on tokens before `cut` only: changing every input from there on changes no bit before, and gives exact zeros after."""
+    case = harness.make_case(T, 1, "slow", states=False)
     case["do"][cut:] = 0
-    first = harness.call(simt, case)
-    other = harness.make_case(100, 1, seed=1, states=False)
+    first = harness.call(simt, case, num_sms=num_sms)
+    other = harness.make_case(T, 1, seed=1, states=False)
     for name in ("q", "k", "v", "g", "beta"):
         case[name] = torch.cat([case[name][:cut], other[name][cut:]])
-    second = harness.call(simt, case)
+    second = harness.call(simt, case, num_sms=num_sms)
     for name in ("dq", "dk", "dv", "dg", "dbeta"):
         assert torch.equal(first[name][:cut], second[name][:cut]), name
         assert not second[name][cut:].any(), name

@@ -29,9 +29,12 @@ GATES = {
 }
 
 
+SEGMENT = 128  # rows between two cuts in the CPU build (4,096 on the card); num_sms >= 11 * H cuts
+
+
 def simt_library(folder) -> ctypes.CDLL:
     out = Path(folder) / "kda_bwd_simt.so"
-    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-DMEGAMOE_SIMT_EMULATION", "-x", "c++"]
+    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-DMEGAMOE_SIMT_EMULATION", f"-DMEGAMOE_KDA_SEGMENT_ROWS={SEGMENT}", "-x", "c++"]
     subprocess.run(["g++", *flags, str(SOURCE / "sm90_kda_chunk_bwd_driver.cu"), "-o", str(out)], check=True)
     return ctypes.CDLL(str(out))
 
