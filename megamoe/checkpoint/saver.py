@@ -92,8 +92,12 @@ class Saver:
         started = time.perf_counter()
         attempt = gather(self.mesh, f"{self.run_id}{uuid.uuid4().hex[:8]}" if self._first else None)[0]
         mine = [piece for piece in pieces if piece.writes]
-        copies = self._copy.take([piece.values for piece in mine])
-        written = _in_background(self._write, step, attempt, mine, copies)
+        try:
+            copies = self._copy.take([piece.values for piece in mine])
+            written = _in_background(self._write, step, attempt, mine, copies)
+        except (RuntimeError, MemoryError) as error:  # host memory for the copy; no reason to end the run
+            written = Future()
+            written.set_exception(error)
         self._current = _Save(step, attempt, state, metrics or {}, started, written)
         self._count_blocked(started)
 
