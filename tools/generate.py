@@ -86,18 +86,22 @@ def sample(model, prompt_ids: list[int], max_tokens: int, *, temperature: float,
     """
     import torch
 
+    from megamoe.layers.moe import hold_rounded
+
     device = next(model.parameters()).device
     ids = list(prompt_ids)
-    for _ in range(max_tokens):
-        with torch.no_grad():
-            tokens_T = torch.tensor(ids, device=device)
-            hidden_TD = model(tokens_T, cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32, device=device))
-            logits_V = model.head(hidden_TD[-1:])[0, : tokenizer.vocab_size].float().cpu()
-        token = choose_token(logits_V, temperature, top_p, random)
-        if token == tokenizer.eod_id:
-            return
-        ids.append(token)
-        yield token
+    # Weights stay: experts trained for MXFP4 are rounded once, not once a token.
+    with hold_rounded(model):
+        for _ in range(max_tokens):
+            with torch.no_grad():
+                tokens_T = torch.tensor(ids, device=device)
+                hidden_TD = model(tokens_T, cu_seqlens=torch.tensor([0, len(ids)], dtype=torch.int32, device=device))
+                logits_V = model.head(hidden_TD[-1:])[0, : tokenizer.vocab_size].float().cpu()
+            token = choose_token(logits_V, temperature, top_p, random)
+            if token == tokenizer.eod_id:
+                return
+            ids.append(token)
+            yield token
 
 
 def choose_token(logits_V, temperature: float, top_p: float, random) -> int:
