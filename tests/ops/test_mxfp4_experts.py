@@ -164,8 +164,9 @@ def test_widths_that_do_not_fall_into_groups_are_refused():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "grouped_mm"])
 def test_fast_backends_round_hidden_values_as_the_twin_on_the_card(backend):
-    """bf16: codes flip where two backends' products differ in the last bit, so the bound is a share of the error that
-    rounding itself makes, and the gradients of the second product's weights must show that backward rounded too."""
+    """A bf16 value has 16 neighbours a step of E4M3, so where two backends differ in its last bit (tanh.approx) some codes flip:
+    on paper about 2 %, 0.45 of the error that rounding itself makes. A backend that does not round is at 1, forward or
+    in the gradient of the second product's weights; one that rounds otherwise is above."""
     op = importlib.import_module(f"megamoe.ops.grouped_mlp.{backend}").grouped_mlp
     torch.manual_seed(0)
     count = torch.tensor([300, 0, 212], dtype=torch.int32, device="cuda")
@@ -180,6 +181,6 @@ def test_fast_backends_round_hidden_values_as_the_twin_on_the_card(backend):
     want, got, plain = run(reference.grouped_mlp, True), run(op, True), run(op, False)
     for i in (0, 4):
         effect = (want[i] - plain[i]).norm()
-        assert effect > 0 and (got[i] - want[i]).norm() < 0.35 * effect, (backend, i)
+        assert effect > 0 and (got[i] - want[i]).norm() < 0.75 * effect, (backend, i)
     for a, b in zip(got, want):
-        assert (a - b).norm() < 2e-2 * b.norm()
+        assert (a - b).norm() < 3e-2 * b.norm()
