@@ -57,28 +57,19 @@ def work(args: argparse.Namespace, overrides: list[str]) -> dict:
     config = compose(overrides).model
     if args.list_names:
         return list_names(config, args.experts)
-    from megamoe.utils.progress import progress
+    from megamoe.utils.progress import Bars
 
-    bars: list = []
-
-    def on_total(total: int):
-        bars.append(progress(total, "converting"))
-        return bars[0].__enter__()
-
-    try:
+    with Bars("converting") as bars:
         if args.from_hf:
             from megamoe.checkpoint.hf.importing import import_release
 
-            return import_release(args.from_hf, args.output, config, given=given, step=args.step, workers=args.workers, carry=not args.no_carry, on_total=on_total)
+            return import_release(args.from_hf, args.output, config, given=given, step=args.step, workers=args.workers, carry=not args.no_carry, on_total=bars.start)
         from megamoe.checkpoint.hf.exporting import export_release
 
         return export_release(
             args.to_hf, args.output, base=args.base, config=config if given else None, experts=args.experts, keep_dtype=args.keep_dtype,
-            shard_bytes=int(args.shard_gb * 1e9), workers=args.workers, on_total=on_total,
+            shard_bytes=int(args.shard_gb * 1e9), workers=args.workers, on_total=bars.start,
         )  # fmt: skip
-    finally:
-        for bar in bars:
-            bar.__exit__(None, None, None)
 
 
 def list_names(config, experts: str) -> dict:

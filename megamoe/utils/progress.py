@@ -55,3 +55,22 @@ class BarProgress:
 def progress(total_bytes: int, verb: str) -> PlainProgress | BarProgress:
     """The one that suits stderr. Call it with bytes done since the last call; use it as a context."""
     return (BarProgress if sys.stderr.isatty() else PlainProgress)(total_bytes, verb)
+
+
+class Bars:
+    """A progress that starts once its total is known: hand `start` to what finds that out. A context; ends what it began."""
+
+    def __init__(self, verb: str):
+        self._verb = verb
+        self._running: list[PlainProgress | BarProgress] = []
+
+    def start(self, total_bytes: int) -> PlainProgress | BarProgress:
+        self._running.append(progress(total_bytes, self._verb))
+        return self._running[-1].__enter__()
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(self, *error) -> None:
+        for bar in self._running:
+            bar.__exit__(*error)

@@ -57,62 +57,78 @@ class Sources:
 
 @dataclass(frozen=True)
 class Unit:
-    """What stands together in a file: a whole row, or some experts with all their matrices."""
+    """What stands together in a file: a whole row, or some experts with all their matrices.
+
+    Its tensors are not kept, `Plan.tensors` tells them anew: half a million names would be most of a process's memory.
+    """
 
     piece: Piece
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in self.tensors)
-
-    @property
-    def alignment(self) -> int:
-        return max(DTYPES[dtype].itemsize for _, dtype, _ in self.tensors)
+    num_bytes: int
+    num_tensors: int
+    alignment: int
 
 
-def plan_units(names: Names, sources: Sources, stored: dict[str, list], keep_dtype: bool) -> list[Unit]:
-    """Every tensor of the release with its dtype and shape, in units, in the release's order.
+@dataclass(frozen=True)
+class Plan:
+    """How every tensor is written.
+
+    Attributes:
+        names: of the release.
+        stored: deviations from the table that the import noted, {released name: [dtype, shape]}.
+        own_dtypes: {name in our checkpoint: dtype} of rows that keep the checkpoint's dtype.
+    """
+
+    names: Names
+    stored: dict[str, list]
+    own_dtypes: dict[str, str]
+
+    def tensors(self, group: tuple[Row, ...], piece: Piece) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of what a piece of a group becomes, in file order."""
+        for expert in range(piece.start, piece.stop) if group[0].form == "experts" else (0,):
+            for row in group:
+                for tensor in row.stored(expert):
+                    dtype, shape = tensor.dtype, tensor.shape
+                    if row.released in self.stored:
+                        dtype, shape = self.stored[row.released][0], tuple(self.stored[row.released][1])
+                    yield tensor.name, dtype if dtype == "U8" else self.own_dtypes.get(row.key, dtype), shape
+
+    def unit(self, group: tuple[Row, ...], piece: Piece) -> Unit:
+        widths = [(DTYPES[dtype].itemsize, math.prod(shape)) for _, dtype, shape in self.tensors(group, piece)]
+        return Unit(piece, sum(w * n for w, n in widths), len(widths), max(w for w, _ in widths))
+
+
+def plan_units(names: Names, sources: Sources, stored: dict[str, list], keep_dtype: bool) -> tuple[Plan, list[Unit]]:
+    """Every tensor of the release, in units, in the release's order.
 
     Args:
-        stored: deviations from the table that the import noted.
+        stored: see `Plan`.
         keep_dtype: text tensors in the checkpoint's own dtype, not the release's.
 
     Raises:
         NamesDiffer: tensors that the checkpoint lacks or has in another shape.
     """
-    missing, wrong, units = [], [], []
-    for index, group in enumerate(names.groups()):
-        for row in group:
-            holder = sources.holder(row.key)
-            if holder is None:
-                missing.append(row.key)
-            elif holder.entry(row.key).shape != row.shape:
-                wrong.append(f"shape: {row.key} has {list(holder.entry(row.key).shape)}, expected {list(row.shape)}")
-        if missing or wrong:
+    missing, wrong, own_dtypes = [], [], {}
+    for row in names.rows:
+        holder = sources.holder(row.key)
+        if holder is None:
+            missing.append(row.key)
             continue
-        if group[0].form == "experts":
-            for piece in chunks(group, index):
-                units.append(Unit(piece, tuple(t for e in range(piece.start, piece.stop) for row in group for t in _as_stored(row, e, sources, stored, keep_dtype))))
-        else:
-            row = group[0]
-            units.append(Unit(Piece(index, 0, row.shape[0], 0), tuple(_as_stored(row, 0, sources, stored, keep_dtype))))
+        entry = holder.entry(row.key)
+        if entry.shape != row.shape:
+            wrong.append(f"shape: {row.key} has {list(entry.shape)}, expected {list(row.shape)}")
+        if keep_dtype or row.form == "passed":
+            own_dtypes[row.key] = entry.dtype
     if missing or wrong:
-        here = sources.checkpoint.names()
         known = {row.key for row in names.rows}
+        others = [n for n in sources.checkpoint.names() if n not in known and n.startswith((MODEL, HF)) and not n.endswith(("_packed", "_scale"))]
         first = missing[0] if missing else wrong[0].split(": ")[1]
-        raise NamesDiffer(f"checkpoint={sources.checkpoint.location}: {len(missing)} tensors missing and {len(wrong)} of another shape, the first is {first}; is it a checkpoint of this model? vision and hf/ tensors come from --base", report(missing, [n for n in here if n not in known and n.startswith((MODEL, HF)) and not n.endswith(("_packed", "_scale"))]) + wrong)
-    return units
-
-
-def _as_stored(row: Row, expert: int, sources: Sources, stored: dict[str, list], keep_dtype: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    for tensor in row.stored(expert):
-        dtype, shape = tensor.dtype, tensor.shape
-        if row.released in stored:
-            dtype, shape = stored[row.released][0], tuple(stored[row.released][1])
-        if dtype != "U8" and (keep_dtype or row.form == "passed"):
-            dtype = sources.holder(row.key).entry(row.key).dtype
-        yield tensor.name, dtype, shape
+        raise NamesDiffer(f"checkpoint={sources.checkpoint.location}: {len(missing)} tensors missing and {len(wrong)} of another shape, the first is {first}; is it a checkpoint of this model? vision and hf/ tensors come from --base", report(missing, others) + wrong)
+    plan = Plan(names, stored, own_dtypes)
+    units = []
+    for index, group in enumerate(names.groups()):
+        whole = Piece(index, 0, group[0].shape[0], 0)
+        units += [plan.unit(group, piece) for piece in (chunks(group, index) if group[0].form == "experts" else (whole,))]
+    return plan, units
 
 
 def plan_files(units: list[Unit], shard_bytes: int) -> list[list[Unit]]:
@@ -128,12 +144,12 @@ def plan_files(units: list[Unit], shard_bytes: int) -> list[list[Unit]]:
     return [sorted(file, key=lambda u: -u.alignment) for file in files]
 
 
-def write_unit(sources: Sources, group: tuple[Row, ...], unit: Unit, write, on_bytes: OnBytes) -> int:
+def write_unit(sources: Sources, plan: Plan, group: tuple[Row, ...], unit: Unit, write, on_bytes: OnBytes) -> int:
     """Hand a unit's tensors to `write`, in the order announced. Returns the groups of 32 that were encoded anew."""
     piece, encoded = unit.piece, 0
     row = group[0]
+    _, dtype, shape = next(plan.tensors(group, piece))
     if row.form != "experts":
-        (_, dtype, shape) = unit.tensors[0]
         if row.form == "heads":
             values = sources.read(row.key, 0, row.shape[0]).to(DTYPES[dtype])
             padded = torch.zeros(math.prod(shape), dtype=values.dtype)
@@ -149,7 +165,7 @@ def write_unit(sources: Sources, group: tuple[Row, ...], unit: Unit, write, on_b
     for r in group:
         values = sources.read(r.key, piece.start, piece.stop)
         if not r.mxfp4:
-            stacks.append((values.to(DTYPES[unit.tensors[0][1]]),))
+            stacks.append((values.to(DTYPES[dtype]),))
             continue
         has_own = all(sources.holder(name) is not None for name in r.carried)
         own = tuple(sources.read(name, piece.start, piece.stop) for name in r.carried) if has_own else None
@@ -168,18 +184,18 @@ def write_unit(sources: Sources, group: tuple[Row, ...], unit: Unit, write, on_b
 class _Task:
     checkpoint: str
     base: str | None
-    names: Names
+    plan: Plan
     files: tuple[tuple[str, tuple[Unit, ...]], ...]
     output: str
 
 
 def _work(task: _Task, on_bytes: OnBytes) -> int:
     sources = Sources(open_checkpoint(task.checkpoint), None if task.base is None else open_checkpoint(task.base))
-    groups, encoded = list(task.names.groups()), 0
+    groups, encoded = list(task.plan.names.groups()), 0
     for name, units in task.files:
-        writer = SafetensorsWriter(Path(task.output) / name, [t for unit in units for t in unit.tensors])
+        writer = SafetensorsWriter(Path(task.output) / name, [t for unit in units for t in task.plan.tensors(groups[unit.piece.group], unit.piece)])
         for unit in units:
-            encoded += write_unit(sources, groups[unit.piece.group], unit, writer.write, on_bytes)
+            encoded += write_unit(sources, task.plan, groups[unit.piece.group], unit, writer.write, on_bytes)
         writer.close()
     return encoded
 
@@ -230,21 +246,22 @@ def export_release(checkpoint: str | Path, output: str | Path, *, base: str | Pa
     folder = Path(output)
     check(not folder.exists() or (folder.is_dir() and not any(folder.iterdir())), "--output", output, "is not empty; name a new folder")
     names, stored, text = export_names(sources, model, experts=experts)
-    units = plan_units(names, sources, stored, keep_dtype)
+    plan, units = plan_units(names, sources, stored, keep_dtype)
     files = plan_files(units, shard_bytes)
     total = sum(unit.num_bytes for unit in units)
     named = list(zip(shard_names(len(files)), files))
     folder.mkdir(parents=True, exist_ok=True)
     ranges = share([sum(u.num_bytes for u in file) for file in files], workers)
-    tasks = [_Task(str(checkpoint), None if base is None else str(base), names, tuple((n, tuple(f)) for n, f in named[a:b]), str(folder)) for a, b in ranges]
+    tasks = [_Task(str(checkpoint), None if base is None else str(base), plan, tuple((n, tuple(f)) for n, f in named[a:b]), str(folder)) for a, b in ranges]
     results, peak = run_tasks(_work, tasks, on_total(total) if on_total else lambda n: None)
     (folder / "config.json").write_text(_config_text(model, names, text))
     if len(files) > 1:
-        write_index(folder, {name: file for file, units in named for unit in units for name, _, _ in unit.tensors}, total)
+        groups = list(names.groups())
+        write_index(folder, ((name, file) for file, units in named for unit in units for name, _, _ in plan.tensors(groups[unit.piece.group], unit.piece)), total)
     known = {row.key for row in names.rows}
     seconds = time.monotonic() - began
     return {
-        "output": str(folder), "release": names.release.name, "files": len(files), "tensors": sum(len(u.tensors) for u in units), "bytes": total,
+        "output": str(folder), "release": names.release.name, "files": len(files), "tensors": sum(u.num_tensors for u in units), "bytes": total,
         "groups_encoded_anew": sum(results), "left_out": [n for n in sources.checkpoint.names(MODEL) if n not in known],
         "workers": len(tasks), "seconds": round(seconds, 2), "mb_per_s": round(total / seconds / 1e6, 1), "peak_memory_bytes_above_start": peak,
     }  # fmt: skip

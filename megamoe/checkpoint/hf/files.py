@@ -9,7 +9,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 1 << 28
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor lies: file, safetensors dtype, shape, first byte in the file, bytes."""
 
@@ -50,6 +51,9 @@ def read_header(path: Path) -> dict[str, Place]:
             raw = json.loads(f.read(length))
         data = 8 + length
         places = {}
+        # Half a million tensors have a few dozen shapes and dtypes: one object of each.
+        shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        file = path.name
         for name, entry in raw.items():
             if name == "__metadata__":
                 continue
@@ -60,7 +64,7 @@ def read_header(path: Path) -> dict[str, Place]:
             expected = math.prod(shape) * DTYPES[entry["dtype"]].itemsize
             if end - begin != expected:
                 raise ValueError(f"{name}: {end - begin} bytes for {entry['dtype']} {list(shape)}, expected {expected}")
-            places[name] = Place(path.name, entry["dtype"], shape, data + begin, end - begin)
+            places[name] = Place(file, sys.intern(entry["dtype"]), shapes.setdefault(shape, shape), data + begin, end - begin)
     except OSError as error:
         raise UserError(f"file={where}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -79,20 +83,24 @@ def read_header(path: Path) -> dict[str, Place]:
 class SafetensorsFolder:
     """A release's folder, opened: all headers read and checked against each other and against the index.
 
+    Args:
+        only: read these files and no others, without the index: a process that has a part of the work, of a folder that
+            was checked as a whole before.
+
     Attributes:
-        places: tensor name -> where it lies.
+        places: tensor name -> where it lies, file by file.
 
     Raises:
         UserError: no safetensors there, a missing shard, a name in two files, an index that disagrees with the files.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, only: Sequence[str] | None = None):
         self.folder = Path(folder)
         check(self.folder.is_dir(), "folder", folder, "does not exist; name a folder with *.safetensors files")
-        files = sorted(p.name for p in self.folder.glob("*.safetensors"))
+        files = sorted(p.name for p in self.folder.glob("*.safetensors")) if only is None else list(only)
         index_path = self.folder / INDEX
         named = None
-        if index_path.is_file():
+        if only is None and index_path.is_file():
             try:
                 named = json.loads(index_path.read_bytes())["weight_map"]
                 listed = set(named.values())
@@ -111,7 +119,6 @@ class SafetensorsFolder:
         if named is not None:
             wrong = [name for name in named if name not in self.places or self.places[name].file != named[name]]
             check(not wrong, "file", index_path, f"{len(wrong)} tensors are not where it says, the first is {wrong[:1]}")
-            self.places = {name: self.places[name] for name in named}
         self._open: tuple[str, int] = ("", -1)
 
     @property
@@ -187,10 +194,14 @@ class SafetensorsWriter:
         os.replace(self._partial, self.path)
 
 
-def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
-    """The index beside several shards; without it no loader sees them as one model, so it is written last."""
+def write_index(folder: Path, weight_map: Iterator[tuple[str, str]], total_bytes: int) -> None:
+    """The index beside several shards, from (tensor, file) pairs; without it no loader sees them as one model, so it is written last."""
     partial = folder / (INDEX + ".partial")
-    partial.write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=0) + "\n")
+    with partial.open("w") as f:
+        f.write(f'{{"metadata": {{"total_size": {total_bytes}}}, "weight_map": {{')
+        for i, (name, file) in enumerate(weight_map):
+            f.write(f"{',' * (i > 0)}\n{json.dumps(name)}: {json.dumps(file)}")
+        f.write("\n}}\n")
     os.replace(partial, folder / INDEX)
 
 

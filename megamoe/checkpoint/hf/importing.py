@@ -64,6 +64,8 @@ def read_release(folder: str | Path, base: ModelConfig, given: bool) -> tuple[Sa
         other = differences(base, config) if given else []
         check(not other, f"model.{other[0][0]}" if other else "", other[0][1] if other else "", f"{path} says {other[0][2] if other else ''}; choose the model that it describes")
     check(bool(text) or given, "folder", folder, "has no config.json; say which model it is, such as model=k3_2p8t")
+    if not given:
+        config = replace(config, name=source.folder.resolve().name or "imported")
     form = release_of(config)
     found = source.places
     release = replace(
@@ -131,6 +133,7 @@ def read_rows(source: SafetensorsFolder, group: tuple[Row, ...], piece: Piece, c
 @dataclass(frozen=True)
 class _Task:
     folder: str
+    files: tuple[str, ...]
     names: Names
     pieces: tuple[Piece, ...]
     place: str
@@ -141,8 +144,18 @@ class _Task:
     carry: bool
 
 
+def files_of(source: SafetensorsFolder, groups: list[tuple[Row, ...]], pieces: tuple[Piece, ...]) -> tuple[str, ...]:
+    """The files that hold what these pieces read, so that a process need not know of the others."""
+    files = set()
+    for piece in pieces:
+        for row in groups[piece.group]:
+            for expert in range(piece.start, piece.stop) if row.form == "experts" else (0,):
+                files.update(source.places[stored.name].file for stored in row.stored(expert))
+    return tuple(sorted(files))
+
+
 def _work(task: _Task, on_bytes: OnBytes):
-    source, groups = SafetensorsFolder(task.folder), list(task.names.groups())
+    source, groups = SafetensorsFolder(task.folder, task.files), list(task.names.groups())
     writer = Writer(Objects(task.place), task.step, task.attempt, task.writer, file_bytes=task.file_bytes)
     for piece in task.pieces:
         for name, values, shape in read_rows(source, groups[piece.group], piece, task.carry):
@@ -175,7 +188,9 @@ def import_release(folder: str | Path, place: str | Path, base: ModelConfig, *, 
     source_bytes = sum(p.length for p in source.places.values())
     ranges = share([piece.num_bytes for piece in todo], workers)
     file_bytes = max(16 << 20, min(128 << 20, BUFFER_BYTES // (3 * len(ranges))))
-    tasks = [_Task(str(folder), names, tuple(todo[a:b]), str(place), step, attempt, i, file_bytes, carry) for i, (a, b) in enumerate(ranges)]
+    tasks = [_Task(str(folder), files_of(source, groups, tuple(todo[a:b])), names, tuple(todo[a:b]), str(place), step, attempt, i, file_bytes, carry) for i, (a, b) in enumerate(ranges)]
+    num_released = len(source.places)
+    source.places.clear()  # the workers read their own headers
     on_bytes = on_total(sum(p.num_bytes for p in todo)) if on_total else lambda n: None
     try:
         results, peak = run_tasks(_work, tasks, on_bytes)
@@ -190,7 +205,7 @@ def import_release(folder: str | Path, place: str | Path, base: ModelConfig, *, 
     seconds = time.monotonic() - began
     written = sum(n for _, n in results)
     return {
-        "output": f"{objects.location}/{step_folder(step)}", "release": names.release.name, "released_tensors": len(source.places), "tensors": len(manifest.tensors),
+        "output": f"{objects.location}/{step_folder(step)}", "release": names.release.name, "released_tensors": num_released, "tensors": len(manifest.tensors),
         "source_bytes": source_bytes, "written_bytes": written, "workers": len(tasks), "seconds": round(seconds, 2),
         "source_mb_per_s": round(source_bytes / seconds / 1e6, 1), "written_mb_per_s": round(written / seconds / 1e6, 1), "peak_memory_bytes_above_start": peak,
     }  # fmt: skip
