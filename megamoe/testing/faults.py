@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.layers.router import Router
+from megamoe.ops.moe_dispatch.balanced import Loans
 from megamoe.optim.qk_clip import QKClip
 from megamoe.parallel.context import ContextKDA
 from megamoe.parallel.engine import PlainEngine
@@ -169,7 +170,16 @@ def logit_maxima_of_the_wrong_group() -> Iterator[Damage]:
         yield _nothing
 
 
+@contextlib.contextmanager
+def lent_gradient_lost() -> Iterator[Damage]:
+    """What a borrowing rank learned about an expert is not added at its home."""
+    original = Loans.send_home
+    with mock.patch.object(Loans, "send_home", lambda self, dw: {e: [d * 0 for d in back] for e, back in original(self, dw).items()}):
+        yield _nothing
+
+
 FAULTS = {"": none} | {f.__name__: f for f in (
     wrong_group, missing_halo, doubled_gradient, histogram_counted_twice, norm_counts_replicas,
     stale_row, row_sent_twice, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted, logit_maxima_of_the_wrong_group,
+    lent_gradient_lost,
 )}  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megamoe.layers.config import Placement
 from megamoe.model.config import Activation, AttnResKind, Balancing, FFNConfig, GateKind, KDAConfig, MLAConfig, MoEConfig, MTPConfig, OutputGate, RopeKind
 from megamoe.optim.config import OptimizerKind
 from megamoe.parallel.config import ParallelConfig
@@ -21,9 +24,10 @@ KIMI_LINEAR = small_model(
     moe=MoEConfig(num_experts=8, top_k=3, expert_size=8, latent=None, num_shared_experts=1, balancing=Balancing.sign),
 )
 THRESHOLD = small_model(moe=MoEConfig(num_experts=8, top_k=2, expert_size=8, latent=8, num_shared_experts=0, balancing=Balancing.threshold))
+BALANCED = small_model(moe=replace(PLAIN.moe, placement=Placement.balanced))
 
 MODELS = {
-    "block": PLAIN, "tied": TIED, "mtp": MTP, "tied+mtp": TIED_MTP, "full": FULL, "residual": RESIDUAL, "kimi-linear": KIMI_LINEAR, "threshold": THRESHOLD,
+    "block": PLAIN, "balanced": BALANCED, "tied": TIED, "mtp": MTP, "tied+mtp": TIED_MTP, "full": FULL, "residual": RESIDUAL, "kimi-linear": KIMI_LINEAR, "threshold": THRESHOLD,
 }  # fmt: skip
 
 # ranks, model, axes, and what else differs from: muon, no recompute, packed.
@@ -86,6 +90,12 @@ _ROWS: list[tuple[int, str, dict, dict]] = [
     (2, "full", dict(cp=2), dict(qk_tau=0.25, recompute="full")),
     (2, "mtp", dict(pp=2), dict(qk_tau=0.25)),
     (8, "mtp", dict(pp=2, tp=2, cp=2), dict(qk_tau=0.25, optimizer="adamw")),
+    # Experts lent between ranks: the proof's router prefers the lower ids, so that the first owners are above their quota.
+    (2, "balanced", dict(ep=2), {}),
+    (4, "balanced", dict(ep=4), dict(recompute="experts")),
+    (4, "balanced", dict(tp=2, ep=2), dict(recompute="full")),
+    (4, "balanced", dict(pp=2, ep=2), {}),
+    (8, "balanced", dict(pp=2, tp=2, ep=4), dict(recompute="experts", optimizer="adamw")),
     # Three axes.
     (8, "block", dict(tp=2, cp=2), {}),
     (8, "mtp", dict(tp=2, cp=2, ep=8), {}),
