@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Other arguments are Hydra overrides, such as parallel.tp=2.")
     parser.add_argument("--matrix", action="store_true", help="prove the whole list of layouts instead of one configuration")
     parser.add_argument("--engine", choices=("both", "plain", "deepspeed"), default="both")
-    parser.add_argument("--only", default="", help="with --matrix: layouts whose name contains this, such as pp4 or cp2·tp2")
+    parser.add_argument("--only", default="", help="with --matrix: layouts whose name or model contains this, such as pp4, cp2·tp2 or balanced")
     parser.add_argument("--json", type=Path, help="also write every figure to this file")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a layout may take before it counts as hung")
     args, overrides = parser.parse_known_args(argv)
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     from megamoe.utils.errors import UserError
 
     if args.matrix:
-        cases = [(name, case) for name, case in matrix() if args.only in case.name]
+        cases = [(name, case) for name, case in matrix() if args.only in f"{case.name} {name}"]
     else:
         try:
             config = compose(overrides)
