@@ -193,6 +193,8 @@ class MoEConfig:
     threshold_low: float = 0.8
     placement: Placement = Placement.fixed
     qat: QAT = QAT.off
+    shared_stream: bool = False
+    """On a GPU, run shared experts on a second stream beside dispatch and routed experts. Changes no bit."""
     dispatch: str = "auto"
     grouped_mlp: str = "auto"
 
@@ -206,6 +208,12 @@ class MoEConfig:
             "moe.top_k",
             self.top_k,
             f"balancing=quantile needs one expert to be left out, moe.num_experts={self.num_experts}; use at most {self.num_experts - 1}, or balancing=none",
+        )
+        require(
+            self.placement is Placement.fixed or self.dispatch not in ("cuda_ipc", "shared_memory", "hierarchical"),
+            "moe.dispatch",
+            self.dispatch,
+            "placement=balanced lends experts over all_to_all_single; use dispatch=auto, or placement=fixed",
         )
         require(self.latent is None or self.latent >= 1, "moe.latent", self.latent, "needs at least 1, or null for experts in the model width")
         for name in ("expert_size", "latent"):

@@ -12,7 +12,7 @@ Source: arXiv:2607.24653 sec. 2.3, arXiv:2601.18089; code ours.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -119,6 +119,7 @@ class MoE(nn.Module):
             self.routed_expert_norm = RMSNorm(config.latent, norm_eps) if config.latent_norm else nn.Identity()
         if config.num_shared_experts:
             self.shared_experts = GatedMLP(d_model, config.shared_size, ffn)
+        self._side: torch.cuda.Stream | None = None
         self.dispatch = LateChoice(moe_dispatch.OP, prefer=config.dispatch, D=width, E=config.num_experts, A=config.top_k)
 
     def forward(self, x_ND: torch.Tensor, token_mask_N: torch.Tensor | None = None) -> tuple[torch.Tensor, RouterStats | None]:
@@ -126,6 +127,7 @@ class MoE(nn.Module):
 
         Collective over `group`, also when N = 0.
         """
+        shared = self._start_shared(x_ND)
         idx_NA, weight_NA, stats = self.gate(x_ND, token_mask_N)
         latent = self.config.latent is not None
         z_NL = self.routed_expert_down_proj(x_ND) if latent else x_ND
@@ -142,5 +144,30 @@ class MoE(nn.Module):
         if latent:
             y_ND = self.routed_expert_up_proj(self.routed_expert_norm(y_ND))
         if self.config.num_shared_experts:
-            y_ND = y_ND + self.shared_experts(x_ND)
+            y_ND = y_ND + (self.shared_experts(x_ND) if shared is None else shared())
         return y_ND, stats
+
+    def _start_shared(self, x_ND: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+        """Enqueue the shared experts on a second stream; what is returned waits for them. None: they run in line.
+
+        Not over tensor-parallel ranks: their collectives would enter one communicator from two streams. Backward runs on the
+        streams of forward; autograd sees to the order.
+        """
+        cut = self.config.num_shared_experts and getattr(getattr(self.shared_experts, "tp", None), "group", None) is not None
+        if not (self.config.shared_stream and self.config.num_shared_experts and x_ND.is_cuda) or cut:
+            return None
+        main = torch.cuda.current_stream()
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            y_ND = self.shared_experts(x_ND)
+        # Blocks go back to the stream that asked for them: not before the other one is through with them, backward included.
+        x_ND.record_stream(self._side)
+
+        def wait() -> torch.Tensor:
+            main.wait_stream(self._side)
+            y_ND.record_stream(main)
+            return y_ND
+
+        return wait
