@@ -21,7 +21,14 @@ def run_command(args: argparse.Namespace, overrides: list[str], work: Callable[[
         work: returns facts; a true "faults" among them makes the exit code 1.
         show: the facts as text, for people.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(args, overrides, work, show)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(args: argparse.Namespace, overrides: list[str], work: Callable[[argparse.Namespace, list[str]], dict], show: Callable[[dict], str]) -> int:
     from megamoe.checkpoint.objects import StoreError
     from megamoe.utils.errors import RunFailed, UserError
 
