@@ -51,6 +51,9 @@ from megamoe.utils.redact import redact, redact_text  # noqa: E402
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# A run that was asked to stop ends with 0 like one that is done, so that launchers do not report a failure. Who must tell the two
+# apart (launch/slurm/pretrain.sbatch) names a file in this variable; rank 0 writes why it stopped into it.
+STOP_NOTE = "MEGAMOE_STOP_NOTE"
 
 # Ranks stay this long after a user error. Launchers end the whole run as soon as one rank is gone: rank 0 must have had
 # the time to say why, and the others to find the same mistake and exit with the same code.
@@ -88,7 +91,10 @@ def main(argv: list[str], environ=os.environ) -> int:
     try:
         from megamoe.train.run import pretrain
 
-        return pretrain(config, redact(schema.to_dict(config)))
+        code = pretrain(config, redact(schema.to_dict(config)))
+        if rank == 0 and environ.get(STOP_NOTE):
+            leave_stop_note(config.run.dir, Path(environ[STOP_NOTE]))
+        return code
     except UserError as error:
         return complain(error, rank, world_size, only_here=True)
     except RunFailed as error:
@@ -102,6 +108,14 @@ def main(argv: list[str], environ=os.environ) -> int:
         if rank == 0:
             print(f"megamoe: interrupted at once, nothing saved since the last checkpoint; resume with: {environment.same_command(launch, argv)}", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
+
+
+def leave_stop_note(run_dir: str, note: Path) -> None:
+    """Write why this run stopped early (`SIGTERM`, `SIGINT`, `train.max_minutes=…`); nothing when it reached its last step."""
+    from megamoe.monitor.metrics import read_metrics
+
+    if reason := read_metrics(run_dir).summary.get("stopped"):
+        note.write_text(f"{reason}\n")
 
 
 def hold_sigterm(held: bool) -> None:

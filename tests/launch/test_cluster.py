@@ -7,6 +7,7 @@ DeepSpeed's own reader. Not covered: a real cluster, a real scheduler, RDMA.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -72,6 +73,41 @@ def test_slurm_script_hands_its_arguments_and_variables_to_every_task(tmp_path):
     variables = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node-a", "SLURM_JOB_ID": "7"}
     launch = read_launch(variables)
     assert (launch.launcher, launch.rank, launch.local_rank, launch.world_size) == ("slurm", 1, 1, 2)
+
+
+def test_slurm_job_is_requeued_when_it_was_stopped_and_only_then(tmp_path):
+    """Slurm takes a run that saved and left by itself for a finished one."""
+    stand_ins = {
+        "srun": 'printf "$REASON" > "$MEGAMOE_STOP_NOTE"; [[ -s "$MEGAMOE_STOP_NOTE" ]] || rm "$MEGAMOE_STOP_NOTE"; exit $CODE',
+        "squeue": 'echo "$STATE"',
+        "scontrol": 'echo "scontrol $*"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def requeued(reason: str, state: str = "RUNNING", code: int = 0) -> bool:
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGAMOE_DIR": str(ROOT), "TMPDIR": str(tmp_path), "SLURM_JOB_ID": "7", "REASON": reason, "STATE": state, "CODE": str(code)}
+        out = subprocess.run(["bash", str(ROOT / "launch/slurm/pretrain.sbatch")], env=env, text=True, capture_output=True, timeout=60)
+        assert out.returncode == code, out.stderr
+        return "scontrol requeue 7" in out.stdout
+
+    assert requeued("SIGTERM\\n")
+    assert not requeued("")
+    assert not requeued("train.max_minutes=5.0\\n")
+    assert not requeued("SIGTERM\\n", state="COMPLETING")
+    assert not requeued("SIGTERM\\n", code=1)
+    assert not list(tmp_path.glob("megamoe-stopped-*")) or requeued("") is False, "a note of an earlier start must not speak for this one"
+
+
+def test_a_stopped_run_says_why_and_a_finished_one_says_nothing(tmp_path):
+    from launch.pretrain import leave_stop_note
+
+    for reason, left in (("SIGTERM", "SIGTERM\n"), ("", None)):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "attempt", "run_id": "a", "attempt": 1, "time": 0.0}) + "\n" + json.dumps({"kind": "summary", "run_id": "a", "attempt": 1, "time": 1.0, "stopped": reason}) + "\n")
+        (note := tmp_path / "note").unlink(missing_ok=True)
+        leave_stop_note(str(tmp_path), note)
+        assert (note.read_text() if note.exists() else None) == left
 
 
 def test_slurm_resources_are_one_task_per_gpu():
