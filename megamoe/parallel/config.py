@@ -41,11 +41,21 @@ class ParallelConfig:
         """The data-parallel size for a world; refuses a world the other axes do not divide, naming sizes that would work."""
         model_ranks = self.tp * self.pp * self.cp
         check(world_size % model_ranks == 0, "world size", world_size,
-              f"tp·pp·cp = {model_ranks} does not divide it; start {model_ranks} ranks or a multiple, or shrink an axis")
+              f"tp·pp·cp = {model_ranks} does not divide it; start {model_ranks} ranks or a multiple, or {self._sizes_that_fit(world_size, model_ranks)}")
         dp = world_size // model_ranks
         check(self.dp in (0, dp), "world size", world_size,
               f"the layout dp={self.dp} tp={self.tp} pp={self.pp} cp={self.cp} needs {self.dp * model_ranks} ranks; set parallel.dp={dp} or start {self.dp * model_ranks}")
         fold = dp * self.cp * self.tp
         check(fold % self.ep == 0, "parallel.ep", self.ep, f"must divide dp·cp·tp = {fold}; choose one of {[d for d in range(1, fold + 1) if fold % d == 0]}")
         return dp
+
+    def _sizes_that_fit(self, world_size: int, model_ranks: int) -> str:
+        """For each axis above one, the sizes at which the product divides the world while the others stay."""
+        options = []
+        for axis in ("tp", "cp", "pp"):
+            others = model_ranks // getattr(self, axis)
+            sizes = [d for d in range(1, world_size // others + 1) if world_size % (others * d) == 0]
+            if getattr(self, axis) > 1 and sizes:
+                options.append(f"parallel.{axis}={sizes[0]}" if len(sizes) == 1 else f"parallel.{axis} one of {', '.join(map(str, sizes))}")
+        return "set " + ", or ".join(options) if options else "shrink two of these axes"
 

@@ -26,7 +26,17 @@ def test_tp_neighbours_are_adjacent_and_ep_stays_in_a_stage():
     assert grids["dp_cp"][0].tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize("layout, world, hint", [(dict(tp=3), 4, "multiple"), (dict(dp=2), 4, "parallel.dp=4"), (dict(ep=3), 4, "[1, 2, 4]")])
+IMPOSSIBLE = [
+    (dict(tp=3), 4, "start 3 ranks or a multiple, or set parallel.tp one of 1, 2, 4"),
+    (dict(tp=4, pp=2), 12, "set parallel.tp one of 1, 2, 3, 6, or parallel.pp one of 1, 3"),
+    (dict(tp=3, cp=2, pp=2), 8, "set parallel.tp one of 1, 2"),
+    (dict(tp=3, cp=3), 4, "shrink two"),
+    (dict(dp=2), 4, "parallel.dp=4"),
+    (dict(ep=3), 4, "[1, 2, 4]"),
+]
+
+
+@pytest.mark.parametrize("layout, world, hint", IMPOSSIBLE, ids=str)
 def test_impossible_layouts_name_what_would_work(layout, world, hint):
     with pytest.raises(UserError) as error:
         rank_grids(ParallelConfig(**layout), world)
