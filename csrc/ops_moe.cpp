@@ -179,12 +179,13 @@ std::tuple<Tensor, Tensor> moe_plan(Tensor count, int64_t P) {
 
 // ---- moe_dispatch
 
+// A peer's buffer may lie on another device: each is only asked to be on one.
 template <typename T>
-moe::Peers<T> peers(const Tensors& buffers, const char* name, ScalarType dtype, int64_t D, const Tensor& like) {
+moe::Peers<T> peers(const Tensors& buffers, const char* name, ScalarType dtype, int64_t D) {
   STD_TORCH_CHECK(buffers.size() <= size_t(moe::kMaxRanks), name, ": at most ", moe::kMaxRanks, " ranks");
   moe::Peers<T> table{};
   for (size_t p = 0; p < buffers.size(); ++p)
-    table.base[p] = D ? data<std::remove_const_t<T>>(buffers[p], name, dtype, {kAny, D}, like) : data<std::remove_const_t<T>>(buffers[p], name, dtype, {kAny}, like);
+    table.base[p] = D ? data<std::remove_const_t<T>>(buffers[p], name, dtype, {kAny, D}, buffers[p]) : data<std::remove_const_t<T>>(buffers[p], name, dtype, {kAny}, buffers[p]);
   return table;
 }
 
@@ -201,6 +202,33 @@ std::tuple<Tensor, Tensor, Tensor> moe_count(Tensor idx, int64_t E) {
   args.total_E = static_cast<int32_t*>(total.data_ptr());
   check_launch(moe::count(args, current_stream(idx)), "moe_count");
   return {total, chunk, rank};
+}
+
+// counts: one (P, width) int32 table per rank; this rank's line goes into each.
+void moe_share_counts(Tensor line, Tensors counts, int64_t me) {
+  const int64_t P = int64_t(counts.size());
+  const auto* from = data<int32_t>(line, "line", ScalarType::Int, {kAny}, line);
+  STD_TORCH_CHECK(P >= 1 && me >= 0 && me < P, "moe_share_counts: rank ", me, " of ", P);
+  const auto table = peers<int32_t>(counts, "counts", ScalarType::Int, line.size(0));
+  for (const Tensor& c : counts) STD_TORCH_CHECK(c.size(0) == P, "moe_share_counts: tables of ", c.size(0), " lines for ", P, " ranks");
+  const Guard guard(line.get_device_index());
+  check_launch(moe::share_counts(from, table, int(P), int(me), int(line.size(0)), current_stream(line)), "moe_share_counts");
+}
+
+// flags: one (P,) int32 per rank. report: (2 + P,) int32 in pinned host memory (or on the device, in tests).
+void moe_meet(Tensors flags, int64_t me, int64_t epoch, double timeout_s, Tensor report) {
+  const int64_t P = int64_t(flags.size());
+  STD_TORCH_CHECK(P >= 1 && me >= 0 && me < P, "moe_meet: rank ", me, " of ", P);
+  STD_TORCH_CHECK(epoch >= 1 && epoch < INT32_MAX && timeout_s > 0, "moe_meet: meeting ", epoch, " with ", timeout_s, " s");
+  STD_TORCH_CHECK(report.scalar_type() == ScalarType::Int && report.dim() == 1 && report.size(0) == 2 + P && report.is_contiguous(), "moe_meet: report must be (2 + P,) int32");
+  const Tensor& mine = flags[size_t(me)];
+  moe::Meet args{};
+  args.flags = peers<int32_t>(flags, "flags", ScalarType::Int, 0);
+  for (const Tensor& f : flags) STD_TORCH_CHECK(f.size(0) == P, "moe_meet: ", f.size(0), " flags for ", P, " ranks");
+  args.P = int(P), args.me = int(me), args.epoch = int32_t(epoch), args.timeout_ns = uint64_t(timeout_s * 1e9);
+  args.report = static_cast<int32_t*>(report.data_ptr());
+  const Guard guard(mine.get_device_index());
+  check_launch(moe::meet(args, current_stream(mine)), "moe_meet");
 }
 
 // Returns row, owner, weight, source of the sorted slots (N, A), count (E/P,), received (1,).
@@ -231,9 +259,9 @@ void moe_send(Tensor x, Tensor row, Tensor owner, Tensors rows, Tensors copy_of)
   args.N = x.size(0), args.D = int(x.size(1)), args.A = int(row.size(1)), args.deduplicate = !copy_of.empty();
   args.row_NA = data<int32_t>(row, "row", ScalarType::Int, {args.N, args.A}, x);
   args.owner_NA = data<uint8_t>(owner, "owner", ScalarType::Byte, {args.N, args.A}, x);
-  args.rows = peers<__nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D, x);
+  args.rows = peers<__nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D);
   STD_TORCH_CHECK(copy_of.empty() || copy_of.size() == rows.size(), "moe_send: one copy_of per rank, or none");
-  args.copy_of = peers<int32_t>(copy_of, "copy_of", ScalarType::Int, 0, x);
+  args.copy_of = peers<int32_t>(copy_of, "copy_of", ScalarType::Int, 0);
   const Guard guard(x.get_device_index());
   check_launch(moe::send(args, current_stream(x)), "moe_send");
 }
@@ -257,7 +285,7 @@ Tensor moe_combine(Tensors rows, Tensor row, Tensor owner, OptionalTensor weight
   STD_TORCH_CHECK(!rows.empty() && rows[0].dim() == 2, "moe_combine: expected one (R, D) buffer per rank");
   moe::Combine args{};
   args.N = row.size(0), args.A = int(row.size(1)), args.D = int(rows[0].size(1));
-  args.rows = peers<const __nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D, row);
+  args.rows = peers<const __nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D);
   args.row_NA = data<int32_t>(row, "row", ScalarType::Int, {args.N, args.A}, row);
   args.owner_NA = data<uint8_t>(owner, "owner", ScalarType::Byte, {args.N, args.A}, row);
   args.weight_NA = data<float>(weight, "weight", ScalarType::Float, {args.N, args.A}, row);
@@ -273,8 +301,8 @@ Tensor moe_send_weighted(Tensor dy, Tensors rows, Tensors d_rows, Tensor row, Te
   moe::SendWeighted args{};
   args.dy = data<__nv_bfloat16>(dy, "dy", ScalarType::BFloat16, {kAny, kAny}, dy);
   args.N = dy.size(0), args.D = int(dy.size(1)), args.A = int(row.size(1));
-  args.rows = peers<const __nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D, dy);
-  args.d_rows = peers<__nv_bfloat16>(d_rows, "d_rows", ScalarType::BFloat16, args.D, dy);
+  args.rows = peers<const __nv_bfloat16>(rows, "rows", ScalarType::BFloat16, args.D);
+  args.d_rows = peers<__nv_bfloat16>(d_rows, "d_rows", ScalarType::BFloat16, args.D);
   args.row_NA = data<int32_t>(row, "row", ScalarType::Int, {args.N, args.A}, dy);
   args.owner_NA = data<uint8_t>(owner, "owner", ScalarType::Byte, {args.N, args.A}, dy);
   args.weight_NA = data<float>(weight, "weight", ScalarType::Float, {args.N, args.A}, dy);
@@ -297,6 +325,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megamoe, m) {
   m.def("moe_plan(Tensor count, int P) -> (Tensor, Tensor)");
   m.def("moe_count(Tensor idx, int E) -> (Tensor, Tensor, Tensor)");
   m.def("moe_place(Tensor idx, Tensor weight, Tensor counts_PE, int me, Tensor chunk, Tensor rank) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("moe_share_counts(Tensor line, Tensor(a!)[] counts, int me) -> ()");
+  m.def("moe_meet(Tensor(a!)[] flags, int me, int epoch, float timeout_s, Tensor(b!) report) -> ()");
   m.def("moe_send(Tensor x, Tensor row, Tensor owner, Tensor(a!)[] rows, Tensor(b!)[] copy_of) -> ()");
   m.def("moe_expand(Tensor(a!) rows, Tensor copy_of, Tensor received) -> ()");
   m.def("moe_zero_rest(Tensor(a!) rows, Tensor received) -> ()");
@@ -313,6 +343,8 @@ STABLE_TORCH_LIBRARY_IMPL(megamoe, CUDA, m) {
   m.impl("moe_plan", TORCH_BOX(&moe_plan));
   m.impl("moe_count", TORCH_BOX(&moe_count));
   m.impl("moe_place", TORCH_BOX(&moe_place));
+  m.impl("moe_share_counts", TORCH_BOX(&moe_share_counts));
+  m.impl("moe_meet", TORCH_BOX(&moe_meet));
   m.impl("moe_send", TORCH_BOX(&moe_send));
   m.impl("moe_expand", TORCH_BOX(&moe_expand));
   m.impl("moe_zero_rest", TORCH_BOX(&moe_zero_rest));

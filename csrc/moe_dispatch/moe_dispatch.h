@@ -5,7 +5,7 @@
 // R rows. Rows of a rank are grouped by its experts, within an expert by source rank, then by token: the order of the
 // reference backend. A "slot" is one (token, expert); slots of a token are kept in ascending expert id, empty ones last.
 //
-// Phases, each complete on every rank before the next reads what peers wrote:
+// Phases, each complete on every rank before the next reads what peers wrote (between processes `meet` sees to that):
 //   1 count    counts_PE[me] on every rank        4 expand   (deduplicated sends only) copies inside the receiver
 //   2 place    where each of my slots goes        5 combine  pulls the rows of my tokens from their owners and sums them
 //   3 send     rows into the owners' buffers
@@ -46,8 +46,21 @@ struct Count {
 };
 cudaError_t count(const Count& args, cudaStream_t stream);
 
-// Store this rank's line of the counts on every rank (a push of E integers per peer).
-cudaError_t share_counts(const int32_t* total_E, const Peers<int32_t>& counts_PE, int P, int me, int E, cudaStream_t stream);
+// Store this rank's line of the counts (`width` integers) on every rank.
+cudaError_t share_counts(const int32_t* line, const Peers<int32_t>& counts, int P, int me, int width, cudaStream_t stream);
+
+// Where ranks meet: what each of them enqueued before is visible to all behind it.
+constexpr int32_t kGaveUp = INT32_MIN;
+struct Meet {
+  Peers<int32_t> flags;     // per rank (P,): the last meeting of each of its peers, written by that peer; zero at first
+  int P, me;
+  int32_t epoch;            // of this meeting, from 1, one more each time
+  uint64_t timeout_ns;
+  // (2 + P,) that the host sees too, zero at first: 1 once a meeting failed, its epoch, what flags[me] was then. A rank whose
+  // meeting failed tells its peers (kGaveUp), skips all later ones, and never traps.
+  int32_t* report;
+};
+cudaError_t meet(const Meet& args, cudaStream_t stream);
 
 struct Place {
   const int64_t* idx;

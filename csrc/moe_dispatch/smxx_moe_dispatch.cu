@@ -72,10 +72,52 @@ __global__ void __launch_bounds__(1024) scan_chunks(int32_t* chunk_CE, int32_t* 
   if (threadIdx.y == 31) total_E[e] = before;
 }
 
-__global__ void share_counts_kernel(const int32_t* total_E, const __grid_constant__ Peers<int32_t> counts_PE, int me, int E) {
-  int32_t* line = counts_PE.base[blockIdx.x] + static_cast<int64_t>(me) * E;
-  for (int e = threadIdx.x; e < E; e += blockDim.x) line[e] = total_E[e];
+__global__ void share_counts_kernel(const int32_t* line, const __grid_constant__ Peers<int32_t> counts, int me, int width) {
+  int32_t* to = counts.base[blockIdx.x] + static_cast<int64_t>(me) * width;
+  for (int e = threadIdx.x; e < width; e += blockDim.x) to[e] = line[e];
+}
+
+// ---- meet
+// Peers are other processes, on this GPU or another: system scope. Release is cumulative, so it covers what earlier kernels of
+// the stream wrote, to whomever; acquire covers what later ones read.
+__device__ __forceinline__ void store_release(int32_t* to, int32_t value) { asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory"); }
+__device__ __forceinline__ int32_t load_acquire(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint64_t now_ns() {
+  uint64_t t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+
+// One block, thread p looks after peer p. One block only, so that it runs beside whatever else is on the card.
+__global__ void __launch_bounds__(kMaxRanks) meet_kernel(const __grid_constant__ Meet args) {
+  const int p = threadIdx.x;
+  if (load_acquire(args.report)) return;
+  int32_t seen = args.epoch;
+  bool failed = false;
+  if (p < args.P) {
+    store_release(args.flags.base[p] + args.me, args.epoch);
+    const uint64_t begin = now_ns();
+    while ((seen = load_acquire(args.flags.base[args.me] + p)) < args.epoch) {
+      if (seen == kGaveUp || now_ns() - begin > args.timeout_ns) {
+        failed = true;
+        break;
+      }
+      __nanosleep(100);
+    }
+  }
+  if (!__syncthreads_or(failed)) return;
+  if (p < args.P) {
+    store_release(args.flags.base[p] + args.me, kGaveUp);
+    args.report[2 + p] = seen;
+  }
+  if (p == 0) args.report[1] = args.epoch;
   __threadfence_system();
+  __syncthreads();
+  if (p == 0) store_release(args.report, 1);
 }
 
 // ---- place
@@ -291,8 +333,15 @@ cudaError_t count(const Count& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t share_counts(const int32_t* total_E, const Peers<int32_t>& counts_PE, int P, int me, int E, cudaStream_t stream) {
-  share_counts_kernel<<<P, 256, 0, stream>>>(total_E, counts_PE, me, E);
+cudaError_t share_counts(const int32_t* line, const Peers<int32_t>& counts, int P, int me, int width, cudaStream_t stream) {
+  if (P < 1 || P > kMaxRanks || me < 0 || me >= P) return cudaErrorInvalidValue;
+  share_counts_kernel<<<P, 256, 0, stream>>>(line, counts, me, width);
+  return cudaGetLastError();
+}
+
+cudaError_t meet(const Meet& args, cudaStream_t stream) {
+  if (args.P < 1 || args.P > kMaxRanks || args.me < 0 || args.me >= args.P || args.epoch < 1) return cudaErrorInvalidValue;
+  meet_kernel<<<1, kMaxRanks, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
