@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megamoe.layers.moe import Experts
 from megamoe.layers.router import Router
 from megamoe.ops.moe_dispatch.balanced import Loans
 from megamoe.optim.qk_clip import QKClip
@@ -178,8 +179,21 @@ def lent_gradient_lost() -> Iterator[Damage]:
         yield _nothing
 
 
+@contextlib.contextmanager
+def stale_rounded_weights() -> Iterator[Damage]:
+    """Experts keep the MXFP4 copy of the first step's weights."""
+    original = Experts.round_now
+
+    def round_now(self):
+        if self.w1_rounded is None:
+            original(self)
+
+    with mock.patch.object(Experts, "round_now", round_now), mock.patch.object(Experts, "forget_rounded", lambda self: None):
+        yield _nothing
+
+
 FAULTS = {"": none} | {f.__name__: f for f in (
     wrong_group, missing_halo, doubled_gradient, histogram_counted_twice, norm_counts_replicas,
     stale_row, row_sent_twice, unflagged_tp_weight, cp_loss_scale, wrong_head_slice, expert_id_shifted, logit_maxima_of_the_wrong_group,
-    lent_gradient_lost,
+    lent_gradient_lost, stale_rounded_weights,
 )}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megamoe.layers.config import Placement
-from megamoe.model.config import Activation, AttnResKind, Balancing, FFNConfig, GateKind, KDAConfig, MLAConfig, MoEConfig, MTPConfig, OutputGate, RopeKind
+from megamoe.model.config import Activation, AttnResKind, Balancing, FFNConfig, GateKind, KDAConfig, MLAConfig, MoEConfig, MTPConfig, OutputGate, QAT, RopeKind
 from megamoe.optim.config import OptimizerKind
 from megamoe.parallel.config import ParallelConfig
 from megamoe.testing.proof import NORM_EPS, Case, small_model
@@ -25,9 +25,11 @@ KIMI_LINEAR = small_model(
 )
 THRESHOLD = small_model(moe=MoEConfig(num_experts=8, top_k=2, expert_size=8, latent=8, num_shared_experts=0, balancing=Balancing.threshold))
 BALANCED = small_model(moe=replace(PLAIN.moe, placement=Placement.balanced))
+# Rounding is a jump: in fp32 a value within noise of a border between two codes lands elsewhere on another layout. Few layers, few chances.
+QUANTIZED = small_model(num_layers=4, full_attn_layers=[2, 4], moe=replace(PLAIN.moe, expert_size=32, latent=32, qat=QAT.mxfp4))
 
 MODELS = {
-    "block": PLAIN, "balanced": BALANCED, "tied": TIED, "mtp": MTP, "tied+mtp": TIED_MTP, "full": FULL, "residual": RESIDUAL, "kimi-linear": KIMI_LINEAR, "threshold": THRESHOLD,
+    "block": PLAIN, "balanced": BALANCED, "tied": TIED, "mtp": MTP, "tied+mtp": TIED_MTP, "full": FULL, "residual": RESIDUAL, "kimi-linear": KIMI_LINEAR, "threshold": THRESHOLD, "qat": QUANTIZED,
 }  # fmt: skip
 
 # ranks, model, axes, and what else differs from: muon, no recompute, packed.
@@ -96,6 +98,8 @@ _ROWS: list[tuple[int, str, dict, dict]] = [
     (4, "balanced", dict(tp=2, ep=2), dict(recompute="full")),
     (4, "balanced", dict(pp=2, ep=2), {}),
     (8, "balanced", dict(pp=2, tp=2, ep=4), dict(recompute="experts", optimizer="adamw")),
+    # Experts trained for MXFP4.
+    (8, "qat", dict(pp=2, tp=2, ep=4), dict(recompute="experts")),
     # Three axes.
     (8, "block", dict(tp=2, cp=2), {}),
     (8, "mtp", dict(tp=2, cp=2, ep=8), {}),

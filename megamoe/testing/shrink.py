@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megamoe.model.config import ModelConfig
+from megamoe.model.config import QAT, ModelConfig
 from megamoe.parallel.config import ParallelConfig
 from megamoe.testing.proof import NORM_EPS, Case
 from megamoe.train.config import Config
@@ -66,11 +66,13 @@ def _shrink_model(m: ModelConfig, p: ParallelConfig) -> ModelConfig:
     full = [i + 1 for i, n in enumerate(kept) if m.is_full_attn(n)]
     dense = sum(not m.is_moe(n) for n in kept)
     heads, experts = 2 * p.tp, max(8, 2 * p.ep)
+    # MXFP4 rounds in groups of 32.
+    width = 8 if m.moe.qat is QAT.off else 32
     return replace(
         m,
         name="proof",
         vocab_size=48,
-        d_model=16,
+        d_model=16 if m.moe.latent is not None else max(16, width),
         num_layers=layers,
         full_attn_layers=full,
         attn_res_block_size=min(m.attn_res_block_size, 2),
@@ -81,7 +83,7 @@ def _shrink_model(m: ModelConfig, p: ParallelConfig) -> ModelConfig:
         ),
         ffn=replace(m.ffn, dense_size=24),
         moe=replace(
-            m.moe, num_experts=experts, top_k=min(m.moe.top_k, 3), expert_size=8, latent=None if m.moe.latent is None else 8,
+            m.moe, num_experts=experts, top_k=min(m.moe.top_k, 3), expert_size=width, latent=None if m.moe.latent is None else width,
             num_shared_experts=min(m.moe.num_shared_experts, 2), first_dense_layers=dense, histogram_bins=50, dispatch="auto", grouped_mlp="auto",
         ),
     )  # fmt: skip

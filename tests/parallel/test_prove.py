@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from megamoe.layers.config import Placement
+from megamoe.layers.config import QAT, Placement
 from megamoe.model.config import AttnResKind, GateKind, KDAConfig, MLAConfig, MTPConfig, OutputGate, RopeKind
 from megamoe.optim.config import OptimizerKind
 from megamoe.parallel.config import ParallelConfig
@@ -24,6 +24,7 @@ from megamoe.testing.proof import CLIP_NORM, LIMITS, Case, Prover, small_model
 PLAIN = small_model()
 RICH = small_model(mtp=MTPConfig(num_layers=1), tie_embeddings=True)
 BALANCED = small_model(moe=replace(PLAIN.moe, placement=Placement.balanced))
+QUANTIZED = small_model(num_layers=4, full_attn_layers=[2, 4], moe=replace(PLAIN.moe, expert_size=32, latent=32, qat=QAT.mxfp4))
 OTHER = small_model(
     attn_res=AttnResKind.full,
     kda=KDAConfig(num_heads=4, head_dim=8, gate=GateKind.softplus, output_gate=OutputGate.lowrank),
@@ -100,6 +101,7 @@ CAUGHT = {
     "wrong_head_slice": case(PLAIN, 2, tp=2, fault="wrong_head_slice"),
     "expert_id_shifted": case(PLAIN, 2, ep=2, fault="expert_id_shifted"),
     "logit_maxima_of_the_wrong_group": case(PLAIN, 4, tp=2, cp=2, qk_tau=0.25, fault="logit_maxima_of_the_wrong_group"),
+    "stale_rounded_weights": case(QUANTIZED, 2, ep=2, fault="stale_rounded_weights"),
     "lent_gradient_lost": case(BALANCED, 2, ep=2, fault="lent_gradient_lost"),
 }
 
