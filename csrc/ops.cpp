@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "kda_chunk/kda_chunk.h"
+#include "kda_decode/kda_decode.h"
 
 // Declared by torch's headers for CUDA builds only and absent from a CPU build of torch; weak, so that the extension, its
 // schemas and its fakes load there too.
@@ -164,6 +165,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> kda_c
   return {d_q, d_k, d_v, d_g, d_beta, d_a_log, d_dt_bias, d_initial_state};
 }
 
+// ---- kda_decode
+
+Tensor kda_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor state, Tensor a_log, OptionalTensor dt_bias, OptionalTensor slots, double lower_bound,
+                  double scale) {
+  STD_TORCH_CHECK(q.dim() == 3, "q: expected (B, H, 128)");
+  STD_TORCH_CHECK(lower_bound >= -5.0 && lower_bound < 0.0, "lower_bound ", lower_bound, " is outside [-5, 0)");
+  const int64_t B = q.size(0), H = q.size(1), W = kda::kWidth;
+  kda::Decode args{};
+  args.q = view(q, "q", B, H, q);
+  args.k = view(k, "k", B, H, q);
+  args.v = view(v, "v", B, H, q);
+  args.g = view(g, "g", B, H, q);
+  args.beta_is_bf16 = beta.scalar_type() == ScalarType::BFloat16;
+  check(beta, "beta", args.beta_is_bf16 ? ScalarType::BFloat16 : ScalarType::Float, {B, H}, q);
+  args.beta = beta.data_ptr();
+  args.beta_stride_b = beta.stride(0);
+  args.beta_stride_h = beta.stride(1);
+  args.a_log = pointer<float>(a_log, "A_log", ScalarType::Float, {H}, q);
+  args.dt_bias = pointer<float>(dt_bias, "dt_bias", ScalarType::Float, {H, W}, q);
+  args.slots = pointer<int32_t>(slots, "slots", ScalarType::Int, {B}, q);
+  STD_TORCH_CHECK(state.dim() == 4 && (slots.has_value() || state.size(0) >= B), "state: expected (S, H, 128, 128), a row for each sequence");
+  args.states = const_cast<float*>(pointer<float>(state, "state", ScalarType::Float, {state.size(0), H, W, W}, q));
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  Tensor o = empty(q, {B, H, W}, ScalarType::BFloat16);
+  args.o = static_cast<__nv_bfloat16*>(o.data_ptr());
+  args.B = B;
+  args.H = int(H);
+  args.lower_bound = float(lower_bound);
+  args.scale = float(scale);
+  check_launch(kda::decode(args, current_stream(q)), "kda_decode");
+  return o;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megamoe, m) {
@@ -173,11 +207,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megamoe, m) {
   m.def(
       "kda_chunk_bwd(Tensor d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A_log, Tensor? dt_bias, "
       "Tensor? initial_state, Tensor? cu_seqlens, float lower_bound, float scale) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "kda_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor A_log, Tensor? dt_bias, Tensor? slots, float lower_bound, "
+      "float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megamoe, CUDA, m) {
   m.impl("kda_chunk_fwd", TORCH_BOX(&kda_chunk_fwd));
   m.impl("kda_chunk_bwd", TORCH_BOX(&kda_chunk_bwd));
+  m.impl("kda_decode", TORCH_BOX(&kda_decode));
 }
 
 // `import megamoe._C` loads the library, which registers the ops above; the module itself is empty.

@@ -39,18 +39,12 @@ def kda_chunk(q_THK, k_THK, v_THV, g_THK, beta_TH, *, A_log_H, dt_bias_HK=None, 
     cu_seqlens is read on the device and not checked: it must rise from 0 to T. Inputs may be strided views (a copy is made
     where the last dimension is not contiguous or rows are not 16-byte aligned). Twin: reference.py.
     """
-    _, _, K, V, _ = validate(q_THK, k_THK, v_THV, g_THK, beta_TH, A_log_H, dt_bias_HK, gate, lower_bound, cu_seqlens, initial_state_NHKV)
-    if (K, V) != (WIDTH, WIDTH):
-        raise ValueError(f"kda_chunk: K={K}, V={V} is not served by the cuda backend (width {WIDTH} only); use backend 'fla' or 'reference'")
-    if gate != "bounded":
-        raise ValueError(f"kda_chunk: gate={gate!r} is not served by the cuda backend ('bounded' only); use backend 'fla' or 'reference'")
-    for name, x in (("q", q_THK), ("k", k_THK), ("v", v_THV), ("g", g_THK)):
-        if x.dtype != torch.bfloat16:
-            raise ValueError(f"kda_chunk: {name} is {x.dtype}, the cuda backend takes bfloat16: cast it, or use backend 'reference'")
-    if beta_TH.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"kda_chunk: beta is {beta_TH.dtype}, the cuda backend takes bfloat16 or float32: cast it")
+    _, _, K, _, _ = validate(q_THK, k_THK, v_THV, g_THK, beta_TH, A_log_H, dt_bias_HK, gate, lower_bound, cu_seqlens, initial_state_NHKV)
+    reason = refusal(q_THK, k_THK, v_THV, g_THK, beta_TH, gate)
+    if reason:
+        raise ValueError(f"kda_chunk: {reason}")
     o_THV, final_state_NHKV = torch.ops.megamoe.kda_chunk_fwd(
-        *(_aligned(x) for x in (q_THK, k_THK, v_THV, g_THK)),
+        *(aligned(x) for x in (q_THK, k_THK, v_THV, g_THK)),
         beta_TH,
         A_log_H.float().contiguous(),
         None if dt_bias_HK is None else dt_bias_HK.float().contiguous(),
@@ -63,7 +57,22 @@ def kda_chunk(q_THK, k_THK, v_THV, g_THK, beta_TH, *, A_log_H, dt_bias_HK=None, 
     return o_THV, final_state_NHKV if output_final_state else None
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def refusal(q, k, v, g, beta, gate) -> str | None:
+    """Why the kernels cannot take these tensors, and the way out, or None."""
+    if (q.shape[-1], v.shape[-1]) != (WIDTH, WIDTH):
+        return f"K={q.shape[-1]}, V={v.shape[-1]} is not served by the cuda backend (width {WIDTH} only); use backend 'reference'"
+    if gate != "bounded":
+        return f"gate={gate!r} is not served by the cuda backend ('bounded' only); use backend 'reference'"
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g)):
+        if x.dtype != torch.bfloat16:
+            return f"{name} is {x.dtype}, the cuda backend takes bfloat16: cast it, or use backend 'reference'"
+    if beta.dtype not in (torch.bfloat16, torch.float32):
+        return f"beta is {beta.dtype}, the cuda backend takes bfloat16 or float32: cast it"
+    return None
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x itself where the kernels can read its rows, else a contiguous copy."""
     rows = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.storage_offset() % 8 == 0
     return x if rows else x.contiguous()
 
@@ -93,7 +102,7 @@ def _backward(ctx, d_o, d_final_state):
     if d_o is None:
         d_o = torch.zeros(v.shape, dtype=v.dtype, device=v.device)
     d_final_state = d_final_state.contiguous() if d_final_state is not None and ctx.output_final_state else None
-    grads = torch.ops.megamoe.kda_chunk_bwd(_aligned(d_o), d_final_state, *tensors, ctx.lower_bound, ctx.scale)
+    grads = torch.ops.megamoe.kda_chunk_bwd(aligned(d_o), d_final_state, *tensors, ctx.lower_bound, ctx.scale)
     d_dt_bias = None if dt_bias is None else grads[6]
     d_initial_state = None if initial_state is None else grads[7]
     return *grads[:6], d_dt_bias, d_initial_state, None, None, None, None
