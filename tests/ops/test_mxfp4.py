@@ -95,6 +95,16 @@ def test_encoding_is_the_nearest_code_at_the_smallest_scale(op):
 
 
 @pytest.mark.parametrize("op", backends())
+def test_every_code_at_every_scale_encodes_to_its_definition(op):
+    """All 16 codes in one group, scales 0 … 252: what is exact in fp32. Its largest code, 7, keeps the scale what it was."""
+    codes = [*range(16), *reversed(range(16))]
+    x = torch.stack([defined_values(codes, scale) for scale in range(253)]).float()
+    packed, scale = (t.cpu() for t in op.encode(x.to(DEVICE)))
+    assert scale[:, 0].tolist() == list(range(253))
+    assert all(unpack(row) == codes for row in packed)
+
+
+@pytest.mark.parametrize("op", backends())
 def test_a_group_with_nan_or_infinity_is_nan_and_its_neighbours_are_not(op):
     x = torch.ones(3, 64)
     x[0, 5], x[1, 40], x[2, 0] = math.nan, math.inf, -math.inf
