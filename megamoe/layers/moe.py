@@ -50,12 +50,10 @@ class Experts(nn.Module):
             self.act["mxfp8_hidden"] = True
         self.op = LateChoice(grouped_mlp.OP, prefer=backend, D=width, F=size)
 
-    def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor, borrow=None) -> torch.Tensor:
-        """rows_RL: (R, L) by expert, count_e rows of each. `borrow` makes the stacks used of (w1, w3, w2): own, then lent here."""
-        weights = [self._seen(name) for name in self.STACKS]
-        if borrow is not None:
-            weights = borrow(*weights)
-        return self.op.on(rows_RL)(rows_RL, count_e, *weights, **self.act)
+    def forward(self, rows_RL: torch.Tensor, count_e: torch.Tensor, compute=None) -> torch.Tensor:
+        """rows_RL: (R, L) by expert, count_e rows of each. `compute` runs the op over own and borrowed experts (balanced placement)."""
+        mlp, weights = partial(self.op.on(rows_RL), **self.act), [self._seen(name) for name in self.STACKS]
+        return mlp(rows_RL, count_e, *weights) if compute is None else compute(mlp, rows_RL, count_e, *weights)
 
     def _seen(self, name: str) -> torch.Tensor:
         """The stack as the products see it."""
@@ -134,13 +132,13 @@ class MoE(nn.Module):
         if self.config.qat is not QAT.off:
             # Before tokens are copied to their experts: one rounding a token, not one a slot.
             z_NL = mxfp4.fake_quantize(z_NL, "mxfp8")
-        dispatch, borrow = self.dispatch.on(z_NL), None
+        dispatch, compute = self.dispatch.on(z_NL), None
         if self.balanced:
             dispatch = partial(balanced.dispatch, local=dispatch)
         rows_RL, count_e, handle = dispatch(z_NL, idx_NA, weight_NA, group=self.group, num_experts=self.config.num_experts)
         if self.balanced:
-            borrow = handle.borrow
-        y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e, borrow), handle)
+            compute = handle.compute
+        y_ND = moe_dispatch.combine(self.experts(rows_RL, count_e, compute), handle)
         if latent:
             y_ND = self.routed_expert_up_proj(self.routed_expert_norm(y_ND))
         if self.config.num_shared_experts:

@@ -190,10 +190,7 @@ def rows_bwd(plan: Plan, dgate_RF, dup_RF, w_gate_eFD, w_up_eFD):
 
 
 def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad=None):
-    """a_e^T b_e per expert, added to `main_grad` (returns None; one launch a run of experts) or in the weight's dtype.
-
-    Experts behind the last run must have no rows.
-    """
+    """a_e^T b_e per expert, added to `main_grad` (returns None; one launch a run of experts) or in the weight's dtype."""
     tile, M, N = plan.rules.d_weight, a_RM.shape[1], b_RN.shape[1]
     a_tiles, b_tiles = _tiles_of(a_RM, tile.BK, tile.BM), _tiles_of(b_RN, tile.BK, tile.BN)
     add = main_grad is not None
@@ -208,7 +205,7 @@ def weight_bwd(plan: Plan, a_RM, b_RN, like_eMN, main_grad=None):
             a_tiles, b_tiles, dw_tiles, a_RM, b_RN, dw, plan.row_start[first:], E, M, N, ADD=add, PARTS=tile.parts, **tile.launch()
         )
         first += E
-    assert first <= plan.E, f"main_grad holds {first} experts of {plan.E}"
+    assert first == plan.E, f"main_grad holds {first} experts of {plan.E}"
     return None if add else runs[0]
 
 

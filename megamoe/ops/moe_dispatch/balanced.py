@@ -1,16 +1,16 @@
 """Dispatch with balanced placement: every rank computes the same number of rows, whatever the routing.
 
     rows, count, handle = dispatch(x, idx, weight, group=group, num_experts=E)
-    w1, w3, w2 = handle.borrow(w1, w3, w2)              own experts, then E/P places for borrowed ones
-    y = combine(experts(rows, count, w1, w3, w2), handle)
+    y = combine(handle.compute(mlp, rows, count, w1, w3, w2), handle)           mlp(rows, count, *weights): grouped_mlp
 
 The plan of `megamoe.ops.moe_plan` is a function of the gathered counts, so every rank computes it for itself. A borrowed
 expert's weights come from its owner before the experts run; in backward its gradient goes home and is added there in rank
 order. Sums over a token's experts stay in ascending expert id at its home: a token's result differs from fixed placement only
 by how a product rounds its rows.
 
-This is the plain form over all_to_all_single, for CPU and GPU: the plan is read on the host, once a call. Shapes are static all
-the same: N*A rows (more only where this rank has fewer tokens than others), 2 E/P experts.
+This is the plain form over all_to_all_single, for CPU and GPU: the plan is read on the host, once a call, so that memory is held for
+the experts really borrowed and not for the E/P that might be. The rows' shape is static all the same: N*A (more only where this
+rank has fewer tokens than others).
 Source: arXiv:2607.24653 sec. 5.2.1; code ours.
 Letters: N tokens, A experts per token, E experts, e = E/P, P ranks, R rows.
 """
@@ -71,95 +71,130 @@ class Loans:
 
 @dataclass
 class Handle:
-    """What `combine` and `borrow` need. `local`: the handle of this rank's own packing, whose exchange is replaced."""
+    """What `combine` and `compute` need.
+
+    Attributes:
+        local: the handle of this rank's own packing, whose exchange is replaced.
+        rows: rows of own experts, then of borrowed ones.
+    """
 
     local: Any
     loans: Loans
+    rows: tuple[int, int]
 
     def combine(self, out_RD: torch.Tensor) -> torch.Tensor:
         """See `megamoe.ops.moe_dispatch.combine`."""
         return self.local.combine(out_RD)
 
-    def borrow(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each (e, ...) own experts -> (2e, ...): own, then borrowed in ascending id, then zeros. Differentiable.
+    def compute(self, mlp: Callable[..., torch.Tensor], rows_RD: torch.Tensor, count: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """`mlp` over the rows of own experts and over those of borrowed ones; rows of no expert come back zero.
 
-        A borrowed expert's gradient is added to its owner's, after the owner's own and in rank order. Where a weight carries
-        `main_grad` (see `grouped_mlp/triton.py`), so does what is returned: the owner's runs, then an fp32 buffer that is made
-        when backward asks for it and sent home afterwards. Collective, and so is the backward.
+        Args:
+            mlp: (rows, count, *stacks) -> rows, as `grouped_mlp`. Called once for the stacks given and, where anything was
+                borrowed, once for stacks of what was.
+            rows_RD, count: from `dispatch`.
+            weights: own experts, (e, ...) each.
+
+        A borrowed expert's gradient is summed at home in rank order: in fp32 into `main_grad` where a weight carries it (see
+        `grouped_mlp/triton.py`; the borrowed stack's own fp32 buffer is made when backward asks for it), else in the weight's
+        dtype. Collective, and so is the backward.
         """
-        own = weights[0].shape[0]
-        away = [_MainGrad(w.main_grad, self.loans.num_borrowed, w) if getattr(w, "main_grad", None) is not None else None for w in weights]
-        stacks = _Borrow.apply(self.loans, away, own, *weights)
-        for w, a in zip(stacks, away):
-            if a is not None:
-                w.main_grad = a
-        return stacks
+        own, borrowed = weights[0].shape[0], self.loans.num_borrowed
+        into = [_Away(borrowed, w) if getattr(w, "main_grad", None) is not None else None for w in weights]
+        stacks = _Borrow.apply(self.loans, into, [getattr(w, "main_grad", None) for w in weights], *weights)
+        for stack, away in zip(stacks, into):
+            if away is not None:
+                stack.main_grad = away
+        mine, theirs = self.rows
+        out = [mlp(rows_RD[:mine], count[:own], *weights)]
+        if borrowed:
+            out.append(mlp(rows_RD[mine : mine + theirs], count[own:], *stacks))
+        out.append(rows_RD.new_zeros(rows_RD.shape[0] - mine - theirs, out[0].shape[1]))
+        return _Tie.apply(torch.cat(out), *stacks)
 
 
-class _MainGrad:
-    """fp32 gradients of a stack of own and borrowed experts: called in backward, returns the runs to add into."""
+class _Away:
+    """fp32 gradients of a borrowed stack: called in backward, returns where to add them."""
 
-    def __init__(self, home, num_borrowed: int, like: torch.Tensor):
-        self.home = (home,) if isinstance(home, torch.Tensor) else tuple(home)
-        self.away_shape, self.device = (num_borrowed, *like.shape[1:]), like.device
-        self.away: torch.Tensor | None = None
+    def __init__(self, num_borrowed: int, like: torch.Tensor):
+        self.shape, self.device = (num_borrowed, *like.shape[1:]), like.device
+        self.sum: torch.Tensor | None = None
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
-        if self.away_shape[0] == 0:
-            return self.home
-        if self.away is None:
-            self.away = torch.zeros(self.away_shape, dtype=torch.float32, device=self.device)
-        return (*self.home, self.away)
+        if self.sum is None:
+            self.sum = torch.zeros(self.shape, dtype=torch.float32, device=self.device)
+        return (self.sum,)
 
-    def take_away(self) -> torch.Tensor:
-        """What was added for borrowed experts; zeros when the experts had no row at all."""
-        away, self.away = self.away, None
-        return torch.zeros(self.away_shape, dtype=torch.float32, device=self.device) if away is None else away
+    def take(self) -> torch.Tensor:
+        (total,), self.sum = self(), None
+        return total
 
-    def add_home(self, e: int, dw: torch.Tensor) -> None:
-        for run in self.home:
-            if e < run.shape[0]:
-                run[e] += dw
-                return
-            e -= run.shape[0]
+
+class _Tie(torch.autograd.Function):
+    """out, depending on the borrowed stacks: their backward runs on a rank that borrowed nothing too, since others lent from it."""
+
+    @staticmethod
+    def forward(ctx, out, *stacks):
+        ctx.num = len(stacks)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, *[None] * ctx.num
 
 
 class _Borrow(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loans: Loans, away, own: int, *weights):
-        ctx.loans, ctx.away, ctx.own = loans, away, own
-        # None tells a gradient that was added into main_grad from one of zeros.
+    def forward(ctx, loans: Loans, into, home, *weights):
+        ctx.loans, ctx.into, ctx.home = loans, into, home
+        ctx.like = [(w.shape, w.dtype, w.device) for w in weights]
+        # None stands for a gradient that was added into a main_grad, or for nothing borrowed: no zeros are made of it.
         ctx.set_materialize_grads(False)
-        stacks = []
-        for w in weights:
-            stack = w.new_zeros(2 * own, *w.shape[1:])
-            stack[:own] = w
-            stack[own : own + loans.num_borrowed] = loans.bring(w)
-            stacks.append(stack)
-        return tuple(stacks)
+        return tuple(loans.bring(w) for w in weights)
 
     @staticmethod
     def backward(ctx, *grads):
-        own, loans, out = ctx.own, ctx.loans, []
-        for dw, away, wanted in zip(grads, ctx.away, ctx.needs_input_grad[3:]):
-            home = None
-            if dw is not None:
-                home = dw[:own].clone()
-                for e, back in loans.send_home(dw[own : own + loans.num_borrowed]).items():
-                    total = home[e].to(wide(home.dtype))
-                    for d in back:
-                        total = total + d
-                    home[e] = total
-            elif away is not None and wanted:
-                for e, back in loans.send_home(away.take_away()).items():
-                    for d in back:
-                        away.add_home(e, d)
+        loans, out = ctx.loans, []
+        for dw, away, main_grad, (shape, dtype, device), wanted in zip(grads, ctx.into, ctx.home, ctx.like, ctx.needs_input_grad[3:]):
+            if not wanted:
+                out.append(None)
+                continue
+            # What travels depends on the weights alone, which all ranks hold alike, never on what was borrowed here.
+            if away is not None:
+                going = away.take()
+                if dw is not None:  # a backend that knows no main_grad
+                    going += dw
+            else:
+                going = torch.zeros((loans.num_borrowed, *shape[1:]), dtype=dtype, device=device) if dw is None else dw
+            back = loans.send_home(going)
+            if away is not None:
+                for e, parts in back.items():
+                    _add_to_run(main_grad, e, parts)
+                out.append(None)
+                continue
+            home = torch.zeros(shape, dtype=dtype, device=device) if back else None
+            for e, parts in back.items():
+                total = parts[0].to(wide(dtype))
+                for part in parts[1:]:
+                    total = total + part
+                home[e] = total
             out.append(home)
         return None, None, None, *out
 
 
+def _add_to_run(main_grad, e: int, parts: list[torch.Tensor]) -> None:
+    """Add to expert e of a main_grad that may lie in several runs."""
+    main_grad = main_grad() if callable(main_grad) else main_grad
+    for run in (main_grad,) if isinstance(main_grad, torch.Tensor) else main_grad:
+        if e < run.shape[0]:
+            for part in parts:
+                run[e] += part
+            return
+        e -= run.shape[0]
+
+
 def dispatch(x_ND, topk_idx_NA, topk_weight_NA, *, group, num_experts, local: Callable = reference.dispatch):
-    """See the contract in `megamoe.ops.moe_dispatch`; count is (2 E/P,), own experts first. Without a group: `local` alone.
+    """See the contract in `megamoe.ops.moe_dispatch`; count is own experts', then those of the borrowed ones. Without a group: `local` alone.
 
     local: the backend that packs this rank's rows by expert and sums them when they are back.
     """
@@ -187,12 +222,13 @@ def dispatch(x_ND, topk_idx_NA, topk_weight_NA, *, group, num_experts, local: Ca
 
     # What arrives, per source and local index: the overlap of the source's slots of an expert with my share of it.
     received_P2e = _overlaps(counts_PE, chosen, me, slot_PE[me], own)
-    sent, received, *borrowed = torch.cat([torch.stack([sent_P, received_P2e.sum(1)]), chosen.borrowed_Pe.long().T]).tolist()  # the one host sync
+    sent, received, mine, *borrowed = torch.cat([torch.stack([sent_P, received_P2e.sum(1), received_P2e[:, :own].sum(1)]), chosen.borrowed_Pe.long().T]).tolist()  # the one host sync
     index = _repeat(torch.arange(2 * own, device=x_ND.device).repeat(ranks), received_P2e.reshape(-1), sum(received))
     exchange = reference.Exchange(group, sent, received, torch.argsort(index, stable=True))
     handle.exchange = _Exchange(exchange, leaving_R)
     loans = Loans.of([list(line) for line in zip(*borrowed)], me, own, group)
-    return handle.exchange.out(rows_RD), received_P2e.sum(0).int(), Handle(handle, loans)
+    count = received_P2e[:, : own + loans.num_borrowed].sum(0).int()
+    return handle.exchange.out(rows_RD), count, Handle(handle, loans, (sum(mine), sum(received) - sum(mine)))
 
 
 @dataclass
