@@ -90,4 +90,8 @@ def _load_reference():
 
 
 register(OP, "cuda", **cuda_backend("megamoe.ops.moe_dispatch.cuda"))
+register(OP, "cuda_ipc", **cuda_backend("megamoe.ops.moe_dispatch.cuda_ipc"))
 register(OP, "reference", load=_load_reference)
+# By name only: on a CPU they prove the protocol of the two above, and on GPUs nothing says yet when they are faster.
+register(OP, "shared_memory", **cuda_backend("megamoe.ops.moe_dispatch.shared_memory"))
+register(OP, "hierarchical", **cuda_backend("megamoe.ops.moe_dispatch.hierarchical"))
