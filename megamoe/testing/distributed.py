@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from megamoe.parallel.distributed import free_port
+from megamoe.testing.processes import CONTEXT, start
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
@@ -23,11 +23,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or did not finish in time.
     """
-    context = mp.get_context("spawn")
-    queue, port = context.Queue(), free_port()
-    processes = [context.Process(target=_entry, args=(fn, rank, world_size, port, queue, args), daemon=True) for rank in range(world_size)]
-    for p in processes:
-        p.start()
+    queue, port = CONTEXT.Queue(), free_port()
+    processes = [start(_entry, fn, rank, world_size, port, queue, args) for rank in range(world_size)]
     results: dict[int, Any] = {}
     try:
         while len(results) < world_size:

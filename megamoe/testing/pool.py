@@ -1,4 +1,4 @@
-"""Worker processes that stay: many distributed runs without importing torch for each of them."""
+"""Worker processes that stay: many distributed runs without starting processes for each of them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,26 @@ import pickle
 import queue as queues
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 
 from megamoe.parallel.distributed import free_port
-
+from megamoe.testing.processes import CONTEXT, start
 
 RUNS_PER_PROCESS = 16
+
+
+@dataclass
+class _Worker:
+    process: Any
+    inbox: Any
+    runs: int = 0
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 class RankPool:
@@ -27,10 +38,8 @@ class RankPool:
 
     def __init__(self, size: int):
         self.size = size
-        self._runs = 0
-        self._context = mp.get_context("spawn")
-        self._workers: list[tuple[Any, Any]] = []
-        self._results = self._context.Queue()
+        self._workers: list[_Worker] = []
+        self._results = CONTEXT.Queue()
 
     def __enter__(self) -> RankPool:
         return self
@@ -47,19 +56,17 @@ class RankPool:
             RuntimeError: a rank raised (its traceback is in the message) or did not finish in time.
         """
         assert world_size <= self.size, f"{world_size} ranks of a pool of {self.size}"
-        # gloo keeps the threads of process groups that are gone: after a hundred layouts they were thousands, all polling.
-        self._runs += 1
-        if self._runs > RUNS_PER_PROCESS:
-            self.stop()
-            self._runs = 1
+        for i, worker in enumerate(self._workers[:world_size]):
+            # gloo keeps the threads of process groups that are gone: after a hundred layouts they were thousands, all polling.
+            if worker.runs == RUNS_PER_PROCESS:
+                worker.end()
+                self._workers[i] = self._start()
         while len(self._workers) < world_size:
-            inbox = self._context.Queue()
-            process = self._context.Process(target=_serve, args=(inbox, self._results), daemon=True)
-            process.start()
-            self._workers.append((process, inbox))
+            self._workers.append(self._start())
         port, payload = free_port(), pickle.dumps((fn, args))
-        for rank, (_, inbox) in enumerate(self._workers[:world_size]):
-            inbox.put((rank, world_size, port, payload))
+        for rank, worker in enumerate(self._workers[:world_size]):
+            worker.runs += 1
+            worker.inbox.put((rank, world_size, port, payload))
         results: dict[int, Any] = {}
         try:
             while len(results) < world_size:
@@ -76,6 +83,10 @@ class RankPool:
             raise
         return [results[r] for r in range(world_size)]
 
+    def _start(self) -> _Worker:
+        inbox = CONTEXT.Queue()
+        return _Worker(start(_serve, inbox, self._results), inbox)
+
     def _others(self) -> str:
         """What other ranks raise within two seconds: the first to report is often a victim whose peer hung up."""
         text = ""
@@ -89,11 +100,10 @@ class RankPool:
 
     def stop(self) -> None:
         """End the workers now."""
-        for process, _ in self._workers:
-            process.kill()
-            process.join()
+        for worker in self._workers:
+            worker.end()
         self._workers = []
-        self._results = self._context.Queue()
+        self._results = CONTEXT.Queue()
 
 
 def _serve(inbox: Any, results: Any) -> None:
