@@ -10,9 +10,12 @@ Every rank has one *window*, mapped by all its peers:
 A call is phases between *meetings*: a rank stores its meeting number in every peer's flags (release) and waits until all have
 stored theirs (acquire). No phase writes what a peer may still be reading:
 
-    dispatch       meet · counts to all · meet · [host: check counts, size the rows] · send · meet · take rows out
+    dispatch       counts to all · meet · [host: check counts, size the rows] · send · meet · take rows out
     combine        meet · own rows in · meet · pull and sum            the backward of send is this without weights
     combine bwd    meet · own rows in · meet · gradients to owners · meet · take them out
+
+Dispatch begins without a meeting: a peer reads its counts between the two meetings of a dispatch, and nobody is past the second while
+one still reads; rows are sent behind a meeting that every pull of the call before precedes.
 
 A wait that lasts too long, or a peer that gave up, ends every rank's wait; what was seen lies in a report that the host reads
 before each call and after the counts. Nothing traps and nothing hangs.
@@ -255,7 +258,6 @@ def dispatch(x_ND, topk_idx_NA, topk_weight_NA, *, num_experts: int, windows: Wi
     announced = (topk_idx_NA >= 0).sum(dtype=torch.int32)[None]
     # The table may be laid out for more experts than this layer has.
     line = torch.cat([total_E, total_E.new_zeros(w.layout.E - E), announced])
-    w.meet("dispatch: free")
     w.ops.moe_share_counts(line, [w.layout.counts(window) for window in w.windows], w.me)
     w.meet("dispatch: counts")
     table = w.layout.counts(w.windows[w.me])
