@@ -92,7 +92,6 @@ MEANINGS = {
     "model.moe.threshold_step": "`threshold`: size of the bias",
     "model.moe.threshold_high": "`threshold`: load over the median above which an expert's bias is negative",
     "model.moe.threshold_low": "`threshold`: load over the median below which an expert's bias is positive",
-    "model.moe.dispatch": "backend of the op `moe_dispatch`: `auto`, or a name from the first screen",
     "model.moe.grouped_mlp": "backend of the op `grouped_mlp`: `auto`, or a name from the first screen",
     "model.mtp.num_layers": "1 trains a block that predicts the token after next, 0 leaves it out",
     "model.mtp.loss_weight": "weight of its loss",

@@ -196,6 +196,8 @@ class MoEConfig:
     shared_stream: bool = False
     """On a GPU, run shared experts on a second stream beside dispatch and routed experts. Changes no bit."""
     dispatch: str = "auto"
+    """auto, cuda, reference: rows travel by all_to_all_single. cuda_ipc: ranks of one host write into each other's GPU memory.
+    hierarchical: that within a host, one all-to-all between hosts. shared_memory: cuda_ipc's twin for CPU ranks of one host."""
     grouped_mlp: str = "auto"
 
     def __post_init__(self) -> None:
