@@ -20,6 +20,7 @@ from hf_oracle import E2M1, Release, k3_config, logits, make_release
 
 from megamoe.checkpoint.format import MODEL
 from megamoe.checkpoint.hf.check import NamesDiffer
+from megamoe.checkpoint.hf.experts import decode
 from megamoe.checkpoint.hf.exporting import export_release, saved_model
 from megamoe.checkpoint.hf.importing import import_release
 from megamoe.checkpoint.reader import open_checkpoint
@@ -29,6 +30,7 @@ from megamoe.model.config import Activation, AttnResKind, Balancing, ModelConfig
 from megamoe.model.init import init_parameters
 from megamoe.model.params import logical_name
 from megamoe.model.transformer import Transformer
+from megamoe.ops import mxfp4
 from megamoe.utils.errors import UserError
 from megamoe.utils.plain import to_plain
 
@@ -136,6 +138,14 @@ def small(tmp_path, change=None, **sizes):
                     tensors[name] = new
                 save_file(tensors, path)
     return config
+
+
+def test_the_fast_decoder_is_the_op_to_the_bit():
+    """All bytes at all scales: within the range by look-up, at its ends through the op."""
+    packed = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    for scale in range(256):
+        s = torch.full((16, 1), scale, dtype=torch.uint8)
+        assert torch.equal(decode(packed, s).view(torch.int16), mxfp4.decode(packed, s).view(torch.int16)), scale
 
 
 A_LOG = "language_model.model.layers.0.self_attn.A_log"

@@ -7,6 +7,9 @@ decode to. An untouched expert leaves as it came; in a trained one only the grou
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 
 from megamoe.ops import mxfp4
@@ -20,13 +23,35 @@ def _slabs(rows: int, columns: int):
     return ((start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+@functools.cache
+def _tables() -> tuple[np.ndarray, torch.Tensor]:
+    """Every byte's two elements at scale 1, as one int32 of two bf16; every scale byte's power of two, bf16."""
+    every = torch.arange(256, dtype=torch.uint8)
+    pairs = mxfp4.decode(every[:, None].repeat(1, 16), torch.full((256, 1), 127, dtype=torch.uint8))
+    powers = mxfp4.decode(torch.full((256, 16), 2, dtype=torch.uint8), every[:, None].clone())
+    return pairs[:, :2].contiguous().view(torch.int32).flatten().numpy(), powers[:, 0].contiguous()
+
+
+def decode(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`mxfp4.decode` of two-dim CPU tensors, to the bit. In bf16 three times as fast: a look-up for each byte.
+
+    Scales at the ends of the range go through the op: there a product could be subnormal, or infinite.
+    """
+    if dtype != torch.bfloat16 or bool(((scale < 3) | (scale > 252)).any()):
+        return mxfp4.decode(packed, scale, dtype)
+    pairs, powers = _tables()
+    out = torch.from_numpy(np.take(pairs, packed.contiguous().numpy())).view(torch.bfloat16)
+    out.unflatten(-1, (-1, 32)).mul_(powers[scale.long()][..., None])
+    return out
+
+
 def decode_stack(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(n, O, K/2) and (n, O, K/32) uint8 -> (n, O, K) bf16, exact."""
     n, rows, half = packed.shape
     out = torch.empty(n, rows, 2 * half, dtype=torch.bfloat16)
     flat, p, s = out.view(n * rows, -1), packed.view(n * rows, -1), scale.view(n * rows, -1)
     for a, b in _slabs(n * rows, 2 * half):
-        flat[a:b] = mxfp4.decode(p[a:b], s[a:b])
+        flat[a:b] = decode(p[a:b], s[a:b])
     return out
 
 
@@ -50,7 +75,7 @@ def encode_stack(values: torch.Tensor, carried: tuple[torch.Tensor, torch.Tensor
             encoded += s[a:b].numel()
             continue
         p[a:b], s[a:b] = (t.view(n * rows, -1)[a:b] for t in carried)
-        before = mxfp4.decode(p[a:b], s[a:b], values.dtype)
+        before = decode(p[a:b], s[a:b], values.dtype)
         bits = torch.int16 if values.dtype == torch.bfloat16 else torch.int32
         # By bits: NaN equals itself, and the two zeros differ.
         changed = (before.view(bits) != v[a:b].contiguous().view(bits)).unflatten(-1, (-1, 32)).any(-1)
