@@ -103,6 +103,17 @@ def test_packed_documents_equal_each_document_alone_bitwise(simt):
         assert torch.equal(got["dinitial_state"][n], one["dinitial_state"][0])
 
 
+def test_peak_of_a_training_call_fits_the_budget(simt):
+    """8192 x 96: inputs, outputs, gradients and the workspace, as kda_chunk_bwd allocates them, are under 2.5 GiB together (the
+    forward holds less), and the workspace is that of one pass: twice the heads do not double it."""
+    rows, logits = 8192 * 96 * 128 * 2, 8192 * 96 * 4
+    workspace = {heads: harness.workspace_bytes(simt, 8192, heads, 1, 132) for heads in (96, 192)}
+    held = 4 * rows + logits  # q, k, v, g, beta
+    gradients = held + 2 * rows  # and o, d_o
+    assert held + gradients + workspace[96] <= 2.5 * 2**30, (held + gradients + workspace[96]) / 2**30
+    assert workspace[192] <= 1.1 * workspace[96], workspace
+
+
 def test_gradients_do_not_depend_on_how_heads_are_grouped(simt):
     case = harness.make_case(66, 3)
     one_pass, three_passes = harness.call(simt, case, num_sms=132), harness.call(simt, case, num_sms=4)

@@ -94,14 +94,18 @@ def call(lib, case, lower_bound=-5.0, num_sms=132, stream=0, keep=None):
     return {name: keep[name] for name in GRADS if keep[name] is not None}
 
 
+def workspace_bytes(lib, T, H, N, num_sms):
+    lib.kda_bwd_workspace_bytes.restype = ctypes.c_int64
+    lib.kda_bwd_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    return lib.kda_bwd_workspace_bytes(T, H, N, num_sms)
+
+
 def allocate(lib, case, num_sms=132):
     T, H, _ = case["q"].shape
     N = 1 if case["cu"] is None else case["cu"].numel() - 1
-    lib.kda_bwd_workspace_bytes.restype = ctypes.c_int64
-    lib.kda_bwd_workspace_bytes.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     like = dict(dq=case["q"], dk=case["k"], dv=case["v"], dg=case["g"], dbeta=case["beta"], dA_log=case["A_log"], ddt_bias=case["dt_bias"], dinitial_state=case["initial_state"])
     out = {name: None if x is None else torch.full_like(x, float("nan")) for name, x in like.items()}
-    out["workspace"] = torch.full((lib.kda_bwd_workspace_bytes(T, H, N, num_sms),), 0xFF, dtype=torch.uint8, device=case["q"].device)
+    out["workspace"] = torch.full((workspace_bytes(lib, T, H, N, num_sms),), 0xFF, dtype=torch.uint8, device=case["q"].device)
     return out
 
 
