@@ -4,14 +4,22 @@ blames another one, and nobody knows which node to take out. Not covered: NCCL, 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 import time
 
 import pytest
+from torch.distributed import TCPStore
 
+from megamoe.parallel import watch
+from megamoe.parallel.distributed import free_port
+from megamoe.parallel.mesh import Axis, Mesh
 from megamoe.parallel.pipeline import Pipeline
 from megamoe.parallel.watch import HungRank
+from megamoe.testing.distributed import _entry
+from megamoe.testing.processes import CONTEXT, start
 from megamoe.testing.small import small_run
 
 TIMEOUT_S = 6
@@ -45,18 +53,8 @@ def _train(overrides: list[str], how: str) -> tuple[float, str]:
 
 def _ranks(fn, overrides, how):
     """Results of the ranks other than 1, which never returns."""
-    import torch.multiprocessing as mp
-
-    from megamoe.parallel.distributed import free_port
-    from megamoe.testing.distributed import _entry
-
-    context = mp.get_context("spawn")
-    queue, port = context.Queue(), free_port()
-    processes = [context.Process(target=_entry, args=(fn, rank, 4, port, queue, (overrides, how)), daemon=True) for rank in range(4)]
-    for p in processes:
-        p.start()
-    import pickle
-
+    queue, port = CONTEXT.Queue(), free_port()
+    processes = [start(_entry, fn, rank, 4, port, queue, (overrides, how)) for rank in range(4)]
     results = {}
     try:
         while len(results) < 3:
@@ -82,3 +80,31 @@ def test_report_names_the_rank_that_stopped(tmp_path, how):
         assert "step 2: forward of micro-batch" in text and f"rank {rank} waited in «step 2" in text, (rank, text)
         # Ranks 2 and 3 share only some groups with rank 1, and name them all the same.
         assert "rank 1 (pp [1, 3], dp [0, 1], ep [0, 1]) did not answer" in text, (rank, text)
+        if how == "killed":
+            # Whoever has not noticed yet still lives, and is not to blame.
+            assert text.count("did not answer") == 1, (rank, text)
+        else:
+            assert "process is gone" not in text, (rank, text)
+
+
+def _watch(store, rank: int) -> watch.Watch:
+    made = watch.Watch(Mesh(world=Axis(3, rank, (0, 1, 2))), timeout_s=1)
+    made._store = store
+    made(f"step {rank}")
+    return made
+
+
+@pytest.mark.parametrize("beating, blamed", [((0, 1), [2]), ((0, 1, 2), [1, 2])], ids=["one is gone", "all live"])
+def test_of_those_that_never_noticed_only_a_rank_without_a_beat_is_blamed(monkeypatch, beating, blamed):
+    """Rank 0's collective failed. Ranks 1 and 2 have not noticed: with a beat they may be about to."""
+    monkeypatch.setattr(watch, "BEAT_S", 0.05)
+    monkeypatch.setattr(watch, "STILL_S", 1.0)
+    store = TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
+    ranks = [_watch(store, r) for r in range(3)]
+    with contextlib.ExitStack() as living:
+        for r in beating:
+            living.enter_context(ranks[r].explained())
+        ranks[0]._write("step 0", failed=True)
+        text = ranks[0]._explain(RuntimeError("gloo: Connection closed by peer"))
+    assert [r for r in range(3) if f"rank {r} (" in text] == blamed, text
+    assert ("process is gone" in text) == (len(beating) == 2)
