@@ -20,6 +20,7 @@ from torch import nn
 
 from megamoe.checkpoint.boxes import Box
 from megamoe.checkpoint.format import MODEL
+from megamoe.checkpoint.objects import StoreError
 from megamoe.checkpoint.reader import Checkpoint, open_checkpoint
 from megamoe.data.config import DataConfig
 from megamoe.model.config import ModelConfig
@@ -40,7 +41,7 @@ def open_initial(location: str) -> Checkpoint:
     """The checkpoint that `run.init_from` names: a run folder, a place that holds checkpoints (then the newest), or one of them.
 
     Raises:
-        UserError: there is none, it was not finished, or it is damaged, foreign or of another format version.
+        UserError: there is none, it was not finished, it is damaged, foreign or of another format version, or the store does not answer.
     """
     path = _local(location)
     if path is not None:
@@ -50,7 +51,7 @@ def open_initial(location: str) -> Checkpoint:
         if not path.name.startswith("step_") and not any(path.glob("step_*/commit.json")) and any(path.glob("step_*/state.json")):
             raise UserError(f"{KEY}={location}: holds checkpoints of the old format version 1 only; finish that run once more with this megamoe, or convert it")
         location = str(path)
-    with _as_initial():
+    with _as_initial(location):
         return open_checkpoint(location)
 
 
@@ -152,7 +153,7 @@ def load_initial(stage: nn.Module, checkpoint: Checkpoint) -> int:
         waiting_bytes += here.numel() * checkpoint.entry(MODEL + name).torch_dtype.itemsize
         if waiting_bytes < READ_BYTES and number < len(tensors):
             continue
-        with _as_initial():
+        with _as_initial(checkpoint.location):
             values = checkpoint.read_boxes([box for _, box in waiting])
         for (target, _), value in zip(waiting, values, strict=True):
             target.data.copy_(value)
@@ -176,10 +177,12 @@ def _run_folders(config: Config) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _as_initial() -> Iterator[None]:
-    """The reader's errors speak of a resume: here they name this key."""
+def _as_initial(location: str) -> Iterator[None]:
+    """The reader's errors speak of a resume: here they name this key. A store that does not answer is the user's to mend too."""
     try:
         yield
     except UserError as error:
         text = str(error).replace("run.resume=", f"{KEY}=", 1).replace("resume from another", "start from another")
         raise UserError(text) from None
+    except StoreError as error:
+        raise UserError(f"{KEY}={location}: cannot be read ({error}); is the store up, and are its address and credentials right?") from None
