@@ -47,7 +47,9 @@ class Objects:
             check(bool(bucket), "checkpoint location", text, "names no bucket: write s3://bucket/prefix")
             # Waiting longer than this for one object would hide an outage from the run's log.
             retry = {"max_retries": 4, "retry_timeout": timedelta(seconds=60)}
-            self._store = S3Store(bucket, prefix=prefix or None, retry_config=retry, region=os.environ.get("AWS_REGION", "us-east-1"))
+            # A file of a slow line takes longer than the client's half minute.
+            client = {"timeout": timedelta(seconds=300), "connect_timeout": timedelta(seconds=10), "allow_http": os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")}
+            self._store = S3Store(bucket, prefix=prefix or None, retry_config=retry, client_options=client, region=os.environ.get("AWS_REGION", "us-east-1"))
             return
         self.root = Path(rest if separator else text).absolute()
         self._store = None

@@ -26,7 +26,7 @@ import torch
 from megamoe.checkpoint.config import CheckpointConfig
 from megamoe.checkpoint.format import parse_manifest, step_folder
 from megamoe.checkpoint.live import Piece
-from megamoe.checkpoint.objects import Objects, Taken
+from megamoe.checkpoint.objects import Objects, StoreError, Taken
 from megamoe.checkpoint.retention import retire, sweep
 from megamoe.checkpoint.writer import Writer, commit
 from megamoe.parallel.agree import gather, sum_counts
@@ -183,7 +183,10 @@ class Saver:
     def _commit(self, save: _Save) -> int:
         """The manifest and the pointer; returns the bytes of all files. In rank 0's thread."""
         names = [_index(save.step, save.attempt, rank) for rank in range(self.mesh.world.size)]
-        parts = [parse_manifest(self.place.get(name), name, complete=False) for name in names]
+        try:
+            parts = [parse_manifest(self.place.get(name), name, complete=False) for name in names]
+        except FileNotFoundError as error:
+            raise StoreError(f"{error} was written by another rank and is not there; checkpoint.dir must be one place that all nodes share") from None
         try:
             manifest = commit(self.place, save.step, save.attempt, parts, save.state, save.metrics)
         except Taken:

@@ -145,7 +145,9 @@ class Trainer:
             self.monitor.log_load(step, result.balance.count_LE.cpu().numpy())
         if self.monitor and result.update.skipped:
             self.monitor.event("skipped", f"step {step}: gradient norm {result.update.grad_norm}, weights left as they were")
-        self._note(self.saver.poll())
+        if self.saver.pending:
+            self.watch(f"step {step}: the save under way")
+            self._note(self.saver.poll())
         if step >= self._next_save and step < t.num_steps and not self.saver.pending:
             self._begin_save()
 
