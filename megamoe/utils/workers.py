@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import traceback
@@ -27,6 +28,19 @@ def memory_bytes(key: str) -> int:
         return 0
 
 
+def return_freed_memory() -> None:
+    """Have glibc give buffers of a MiB and more back when they are freed, instead of keeping them in an arena per thread.
+
+    Without it the peak of a long conversion was a third above that of a short one. Nothing happens on another C library.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter, value in ((-3, 1 << 20), (-8, 2)):  # M_MMAP_THRESHOLD, M_ARENA_MAX
+            libc.mallopt(parameter, value)
+    except (OSError, AttributeError):
+        return
+
+
 def run_tasks(function: Callable[[Any, OnBytes], Any], tasks: Sequence[Any], on_bytes: OnBytes) -> tuple[list[Any], int]:
     """function(task, on_bytes) for every task, each in a process of its own; one task runs here.
 
@@ -40,6 +54,7 @@ def run_tasks(function: Callable[[Any, OnBytes], Any], tasks: Sequence[Any], on_
         UserError: what a task raised. RunFailed: a process died. RuntimeError: any other exception, with its traceback.
     """
     if len(tasks) == 1:
+        return_freed_memory()
         before = memory_bytes("VmRSS")
         result = function(tasks[0], on_bytes)
         return [result], max(memory_bytes("VmHWM") - before, 0)
@@ -83,6 +98,7 @@ def run_tasks(function: Callable[[Any, OnBytes], Any], tasks: Sequence[Any], on_
 
 def _child(function: Callable[[Any, OnBytes], Any], task: Any, pipe) -> None:
     torch.set_num_threads(1)
+    return_freed_memory()
     before = memory_bytes("VmRSS")
     try:
         result = function(task, lambda n: pipe.send(("bytes", n)))
