@@ -73,6 +73,10 @@ const T* pointer(const OptionalTensor& tensor, const char* name, ScalarType dtyp
   return static_cast<const T*>(tensor->data_ptr());
 }
 
+void check_aligned(const void* pointer, const char* name) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, name, ": expected a start on a 16-byte boundary, a view inside another tensor may lie off it: clone it");
+}
+
 // ---- kda_chunk
 
 namespace kda = megamoe::kda;
@@ -109,6 +113,7 @@ kda::Inputs kda_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const 
   in.beta_is_bf16 = bf16_beta;
   in.a_log = pointer<float>(a_log, "A_log", ScalarType::Float, {H}, q);
   in.dt_bias = pointer<float>(dt_bias, "dt_bias", ScalarType::Float, {H, kda::kWidth}, q);
+  check_aligned(in.dt_bias, "dt_bias");
   in.initial_state = pointer<float>(initial_state, "initial_state", ScalarType::Float, {N, H, kda::kWidth, kda::kWidth}, q);
   in.cu_seqlens = pointer<int32_t>(cu_seqlens, "cu_seqlens", ScalarType::Int, {N + 1}, q);
   in.T = T;
@@ -187,6 +192,7 @@ Tensor kda_decode(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor st
   args.slots = pointer<int32_t>(slots, "slots", ScalarType::Int, {B}, q);
   STD_TORCH_CHECK(state.dim() == 4 && (slots.has_value() || state.size(0) >= B), "state: expected (S, H, 128, 128), a row for each sequence");
   args.states = const_cast<float*>(pointer<float>(state, "state", ScalarType::Float, {state.size(0), H, W, W}, q));
+  check_aligned(args.states, "state");
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   Tensor o = empty(q, {B, H, W}, ScalarType::BFloat16);
   args.o = static_cast<__nv_bfloat16*>(o.data_ptr());

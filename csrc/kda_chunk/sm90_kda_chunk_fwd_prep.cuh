@@ -15,7 +15,7 @@ __device__ __forceinline__ void load_rows(const Inputs& in, int head, const Grou
   const auto copy = [&](const View& view, uint32_t first_row, uint32_t row_bytes, bool swizzle) {
     const __nv_bfloat16* source = view.base + (int64_t(group.token) + odd) * view.stride_t + head * view.stride_h + chunk * 8;
     const int64_t step = 2 * view.stride_t;
-#pragma unroll
+#pragma unroll 4  // in full it costs the loop around it registers, which spill
     for (int i = 0; i < kRows; i += 2) {
       ptx::cp_async_16((swizzle ? first_row ^ ((i & 6) << 4) : first_row) + i * row_bytes, source, odd + i < group.rows);
       source += step;
@@ -197,8 +197,6 @@ __device__ __forceinline__ void produce(const Arguments& args, int head, int fir
   GateOfLane gate;
   gate.slope = -kLog2e * expf(in.a_log[head]);
   gate.bound2 = in.lower_bound * kLog2e;
-#pragma unroll
-  for (int c = 0; c < 4; ++c) gate.offset[c] = in.dt_bias ? gate.slope * in.dt_bias[head * kWidth + lane * 4 + c] : 0.0f;
   Stage at;
   at.advance(warp);
   Group next = warp < count ? group_at(args, first + warp) : Group{};
@@ -210,6 +208,10 @@ __device__ __forceinline__ void produce(const Arguments& args, int head, int fir
     if (lane == 0) ptx::store_shared_128(stage + kGroup, group.token, group.rows, group.document, group.place);
     load_rows<MODE>(in, head, group, stage, lane);
     const float beta = load_beta(in, head, group, lane);
+    // Read again for every group, while its rows are on their way: kept across the loop the offsets would spill.
+    float4 bias{0.0f, 0.0f, 0.0f, 0.0f};
+    if (in.dt_bias) bias = *reinterpret_cast<const float4*>(in.dt_bias + head * kWidth + lane * 4);
+    gate.offset[0] = gate.slope * bias.x, gate.offset[1] = gate.slope * bias.y, gate.offset[2] = gate.slope * bias.z, gate.offset[3] = gate.slope * bias.w;
     ptx::cp_async_wait<0>();
     __syncwarp();
     const float norm = scale_rows<MODE>(gate, group.rows, stage, lane);

@@ -115,6 +115,8 @@ def test_strided_views_equal_contiguous_inputs_bit_for_bit(kda):
     fused = torch.cat([inputs[n] for n in ("q", "k", "v", "g")], -1)
     strided = inputs | {n: fused[..., i * 128 : (i + 1) * 128] for i, n in enumerate(("q", "k", "v", "g"))}
     strided["beta"] = torch.stack([inputs["beta"]] * 2, -1)[..., 0]
+    flat = torch.cat([torch.zeros(1, device="cuda"), inputs["dt_bias"].flatten()])  # a parameter in a flat buffer, off every vector boundary
+    strided["dt_bias"] = flat[1:].view_as(inputs["dt_bias"])
     assert_same(run(kda, strided, cu, weights), run(kda, inputs, cu, weights))
 
 

@@ -17,6 +17,7 @@ def test_a_call_dispatches_one_op_a_direction_and_copies_nothing(monkeypatch):
 
     def fwd(q, k, v, g, beta, A_log, dt_bias, h0, cu, lower_bound, scale, output_final_state):
         calls.append("fwd")
+        assert dt_bias.data_ptr() % 16 == 0
         return torch.empty_like(v), torch.empty(0)
 
     def bwd(d_o, d_final, q, k, v, g, beta, A_log, dt_bias, h0, cu, lower_bound, scale):
@@ -42,3 +43,10 @@ def test_a_call_dispatches_one_op_a_direction_and_copies_nothing(monkeypatch):
     assert calls == ["fwd", "bwd"]
     # The stand-ins' own allocations, one view that autograd makes of each output, and a detach for each gradient kept.
     assert not [name for name in seen if any(word in name for word in ("copy", "clone", "_to", "contiguous", "zeros"))], seen
+
+
+def test_a_parameter_off_the_vector_boundary_is_copied_to_one():
+    """The kernels read dt_bias 16 bytes at a time; an optimizer's flat buffer puts it anywhere."""
+    flat = torch.arange(257.0)
+    assert torch.equal(cuda._vectors(flat[1:]), flat[1:]) and cuda._vectors(flat[1:]).data_ptr() % 16 == 0
+    assert cuda._vectors(flat[4:]).data_ptr() == flat[4:].data_ptr()

@@ -47,7 +47,7 @@ def kda_chunk(q_THK, k_THK, v_THV, g_THK, beta_TH, *, A_log_H, dt_bias_HK=None, 
         *(aligned(x) for x in (q_THK, k_THK, v_THV, g_THK)),
         beta_TH,
         A_log_H.float().contiguous(),
-        None if dt_bias_HK is None else dt_bias_HK.float().contiguous(),
+        None if dt_bias_HK is None else _vectors(dt_bias_HK.float().contiguous()),
         None if initial_state_NHKV is None else initial_state_NHKV.float().contiguous(),
         cu_seqlens,
     )
@@ -77,6 +77,11 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     """x itself where the kernels can read its rows, else a contiguous copy."""
     rows = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.storage_offset() % 8 == 0
     return x if rows else x.contiguous()
+
+
+def _vectors(x: torch.Tensor) -> torch.Tensor:
+    """x, an fp32 tensor, where 16-byte reads can start at it: a parameter inside a flat buffer may lie off their boundary."""
+    return x if x.storage_offset() % 4 == 0 else x.clone()
 
 
 def _forward_fake(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, lower_bound, scale, output_final_state):
