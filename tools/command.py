@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -40,7 +41,8 @@ def _run(args: argparse.Namespace, overrides: list[str], work: Callable[[argpars
     except UserError as error:
         for line in getattr(error, "lines", []):
             print(line, file=sys.stderr)
-        print(f"error: {error}", file=sys.stderr)
+        # The reader speaks of the setting that names a checkpoint in training.
+        print(f"error: {str(error).replace('run.resume=', 'checkpoint=', 1)}", file=sys.stderr)
         return 2
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,12 +54,21 @@ def _run(args: argparse.Namespace, overrides: list[str], work: Callable[[argpars
         print("stopped; nothing was committed", file=sys.stderr)
         return 130
     try:
-        print(json.dumps(result) if args.json else show(result))
+        print(json.dumps(_strict(result)) if args.json else show(result))
         sys.stdout.flush()
     except BrokenPipeError:
         # `| head` is a fair use of a long list; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if result.get("faults") else 0
+
+
+def _strict(value: object) -> object:
+    """NaN and infinities as text: JSON has no numbers for them."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _interrupt(*_) -> None:

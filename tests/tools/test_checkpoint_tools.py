@@ -191,12 +191,12 @@ def test_diff_measures_what_differs(tensors, config, saved, tmp_path, cli):
     assert code == 1 and (facts["only_in_first"], facts["only_in_second"]) == ([gone], ["rng/torch.cuda"])
     size = (other[changed].double() - tensors[changed].double()).norm() / tensors[changed].double().norm()
     assert facts["changed"][changed]["num_different"] == 1 and facts["changed"][changed]["max_abs"] == step and math.isclose(facts["changed"][changed]["relative_norm"], size, rel_tol=1e-12)
-    assert list(facts["other_dtype_or_shape"]) == [cast] and facts["equal"] == len(tensors) - 3
+    assert list(facts["other_dtype_or_shape"]) == [cast] and list(facts["changed"]) == [changed] and facts["equal"] == len(tensors) - 3
     assert cli("diff", saved, tmp_path / "other", "--only", "optim/")[0] == 0
     assert cli("diff", saved, tmp_path / "other", "--only", changed, "--tolerance", 3)[0] == 0
     other[changed][7, 9] = math.nan  # one side only: no tolerance is wide enough
     write(tmp_path / "nan", other, config)
-    assert cli("diff", saved, tmp_path / "nan", "--only", changed, "--tolerance", 1e30)[0] == 1
+    assert cli("diff", saved, tmp_path / "nan", "--only", changed, "--tolerance", 1e30, "--json")[1]["changed"][changed]["max_abs"] == "inf"
 
 
 def test_inspect_tells_norms_biases_and_config(tensors, config, saved, tmp_path, cli):
