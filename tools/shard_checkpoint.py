@@ -47,7 +47,7 @@ def work(args: argparse.Namespace, overrides: list[str]) -> dict:
     with Bars("cutting") as bars:
         if args.safetensors:
             check(not overrides, "overrides", " ".join(overrides), "mean nothing for a folder of safetensors; layouts are for --checkpoint")
-            from megamoe.checkpoint.hf.resize import resize
+            from megamoe.checkpoint.offline.resize import resize
 
             return resize(args.safetensors, args.output, shard_bytes=int(args.shard_gb * 1e9), workers=args.workers, on_total=bars.start)
         from launch.schema import compose

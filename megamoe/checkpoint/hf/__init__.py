@@ -4,5 +4,6 @@
     config.py    config.json <-> ModelConfig
     files.py     folders of safetensors: headers first, then byte ranges; writing in streams
     experts.py   MXFP4 experts: decode, and encode only what changed
-    convert.py   import and export, in several processes
+    check.py     headers against the table
+    importing.py, exporting.py   both ways, in several processes
 """

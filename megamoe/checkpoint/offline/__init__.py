@@ -4,4 +4,5 @@
     relay.py     cut a checkpoint along a target layout
     verify.py    hashes, completeness, finite values, names
     compare.py   two checkpoints, value by value
+    resize.py    split or merge files of safetensors
 """
