@@ -41,7 +41,7 @@ __device__ __forceinline__ Border border_at(const Start& start, int N, int lengt
     const int middle = (low + high) / 2;
     if (start(middle) < before) low = middle; else high = middle;
   }
-  const int32_t first = start(low), left = start(low + 1) - first, index = (before - first + length - 1) / length;
+  const int32_t first = start(low), left = start(low + 1) - first, index = (before - first - 1) / length + 1;
   if (int64_t(index) * length >= left) return {0, 0, 0, false};
   return {first + index * length, low, index, int64_t(index + 1) * length >= left};
 }

@@ -69,15 +69,15 @@ def test_kernel_source_computes_what_the_emulation_computes(simt):
 
 
 def test_few_heads_cut_documents_and_packing_changes_no_bit(simt):
-    """Cuts every 128 rows from a document's own start: 300 rows are three segments, 129 two. The slow gate makes the maps matter."""
-    cu = [0, 300, 300, 429]
-    packed = harness.make_case(429, 1, "slow", cu)
-    got = harness.call(simt, packed, num_sms=11)
+    """Cuts every 128 rows from a document's own start: 257 rows are three segments. The slow gate makes the maps matter."""
+    cu = [0, 43, 43, 300]
+    packed = harness.make_case(300, 2, "slow", cu)
+    got = harness.call(simt, packed, num_sms=22)
     assert not harness.outside_limits(got, harness.truth(packed))
-    whole = harness.call(simt, packed, num_sms=10)
+    whole = harness.call(simt, packed, num_sms=21)
     assert not torch.equal(got["dq"], whole["dq"]) and not torch.equal(got["dk"], whole["dk"])  # or nothing was cut, in either direction
     for n in (0, 2):
-        one = harness.call(simt, alone(packed, cu[n], cu[n + 1], n), num_sms=11)
+        one = harness.call(simt, alone(packed, cu[n], cu[n + 1], n), num_sms=22)
         for name in ("dq", "dk", "dv", "dg", "dbeta"):
             assert torch.equal(got[name][cu[n] : cu[n + 1]], one[name]), name
         assert torch.equal(got["dinitial_state"][n], one["dinitial_state"][0])

@@ -103,7 +103,7 @@ def test_segments_match_float64_and_change_no_bit_when_packed_or_appended_to(lib
     """Few heads (num_sms = 8 here): documents are cut every 128 tokens from their own start. Cut relative to the stream, 13 % and 40 %
     of o's bits differed between these documents packed and alone. Lengths: cut, empty, one token past a cut, ending at a cut, uncut."""
     lengths = [300, 0, 129, 256, 60]
-    inputs, options = make(lengths, 1, -6.0)
+    inputs, options = make(lengths, 2, -6.0)
     o, final = run(library, inputs, options, num_sms=8)
     assert_close((o, final), inputs, options)
     assert not torch.equal(o, run(library, inputs, options)[0])  # or nothing was cut

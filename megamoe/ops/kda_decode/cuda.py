@@ -15,6 +15,7 @@ def why_not(*, training=False, **facts) -> str | None:
     return chunk.why_not(**facts)
 
 
+@torch.no_grad()
 def kda_decode(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_SHKV, *, A_log_H, dt_bias_HK=None, gate="bounded", lower_bound=-5.0, scale=None, slots_B=None):
     """Arguments, results and errors as `megamoe.ops.kda_decode.kda_decode`; K = V = 128, bf16 q, k, v, g, β bf16 or fp32, the bounded
     gate. Strided views are read as they are where rows are 16-byte aligned. Twin: reference.py."""
